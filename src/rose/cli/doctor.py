@@ -1,0 +1,202 @@
+"""`rose doctor`: what this machine can run, and how to get what is missing.
+
+Every check looks at one thing and returns a `Finding`; none of them raises. The exit code answers one question: can the
+embedded engine run here? What only some parts need (extras, a second environment, a browser) never makes it fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import mmap
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose import __version__
+
+SUMMARY = "say what this machine can run, and how to get what is missing"
+
+PYTHON_MINIMUM = (3, 11)
+MEMORY_MINIMUM_MB = 1024  # the engine process with the default KV memory, and the front beside it
+INSTALL = "pip install -e ."
+# Distribution name -> is it needed to serve with the embedded engine? The rest trains.
+DEPENDENCIES = {
+    "numpy": True,
+    "numba": True,
+    "safetensors": True,
+    "tokenizers": True,
+    "jinja2": True,
+    "aiohttp": True,
+    "msgspec": True,
+    "prometheus-client": True,
+    "pyyaml": True,
+    "torch": False,
+}
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report; `remedy` is what to do when it is not ok."""
+
+    name: str
+    is_ok: bool
+    found: str
+    remedy: str = ""
+    is_essential: bool = True
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "exit code 0: the embedded engine can run here; 1: it cannot"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    findings = list(examine())
+    print(f"rose {__version__} on {platform.platform(terse=True)}\n")
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"  {_mark(finding):<8} {finding.name:<{width}}  {finding.found}")
+        if not finding.is_ok:
+            print(f"  {'':<8} {'':<{width}}  try: {finding.remedy}")
+    can_run = all(finding.is_ok for finding in findings if finding.is_essential)
+    print(
+        "\n"
+        + ("The embedded engine can run here. Next: rose demo" if can_run else "The embedded engine cannot run yet.")
+    )
+    return 0 if can_run else 1
+
+
+def examine() -> Iterator[Finding]:
+    """Every check, in the order a person would make them."""
+    checks: tuple[Callable[[], Finding], ...] = (system, python, cores, cpu_features, memory, shared_pages)
+    yield from (check() for check in checks)
+    yield from (dependency(name, is_essential) for name, is_essential in DEPENDENCIES.items())
+    yield compile_cache()
+    yield dependency("transformers", False, "make venv (the tests compare with it)")
+    yield vllm_environment()
+    yield browser()
+
+
+def system() -> Finding:
+    is_linux = sys.platform.startswith("linux")
+    remedy = "use Linux, or a virtual machine: memfd, MAP_FIXED and core pinning exist only there"
+    return Finding("system", is_linux, platform.system(), remedy)
+
+
+def python() -> Finding:
+    wanted = ".".join(map(str, PYTHON_MINIMUM))
+    return Finding("python", sys.version_info >= PYTHON_MINIMUM, platform.python_version(), f"install Python {wanted}")
+
+
+def cores() -> Finding:
+    if not hasattr(os, "sched_getaffinity"):
+        return Finding("cores", False, "cannot be pinned on this system", "use Linux")
+    usable = sorted(os.sched_getaffinity(0))
+    return Finding("cores", True, f"{len(usable)} usable ({', '.join(map(str, usable))}); --device cpu:{usable[0]}")
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
+    flags = _first_value(cpuinfo, ("flags", "Features")).split()
+    present = [name for name in ("avx2", "fma", "avx512f", "asimd") if name in flags]
+    is_fast = {"avx2", "fma"} <= set(present) or "asimd" in present
+    found = f"{platform.machine()} {' '.join(present)}".strip()
+    return Finding("vectors", is_fast, found, "it runs, only slower; CPUs from about 2013 on have AVX2 and FMA", False)
+
+
+def memory(meminfo: Path = Path("/proc/meminfo")) -> Finding:
+    words = _first_value(meminfo, ("MemAvailable",)).split()
+    available_mb = int(words[0]) // 1024 if words else 0
+    remedy = f"free {MEMORY_MINIMUM_MB} MiB, or lower engine.kv_memory_mb"
+    return Finding("memory", available_mb >= MEMORY_MINIMUM_MB, f"{available_mb} MiB available", remedy)
+
+
+def shared_pages() -> Finding:
+    """Pages of a memfd placed at a chosen address: how two models will share one pool of memory."""
+    try:
+        works = _map_page_fixed()
+    except (OSError, AttributeError) as error:
+        return Finding(
+            "pages", False, f"memfd and MAP_FIXED do not work: {error}", "a Linux kernel 3.17 or newer", False
+        )
+    return Finding("pages", works, "memfd and MAP_FIXED work", "a Linux kernel 3.17 or newer", False)
+
+
+def dependency(name: str, is_essential: bool, remedy: str = INSTALL) -> Finding:
+    try:
+        return Finding(name, True, importlib.metadata.version(name), remedy, is_essential)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, False, "not installed", remedy, is_essential)
+
+
+def compile_cache() -> Finding:
+    """Where numba keeps compiled kernels; without one, every start compiles again."""
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    beside = Path(__file__).parent.parent / "engines" / "embedded" / "__pycache__"
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
+    places = [Path(chosen)] if chosen else [beside, user]
+    place = next((place for place in places if _is_writable(place)), None)
+    remedy = "NUMBA_CACHE_DIR=<a folder you may write>; without it every start compiles the kernels again"
+    return Finding("kernel cache", place is not None, str(place or "nowhere to write"), remedy, False)
+
+
+def vllm_environment(folder: Path = Path(".venv-vllm")) -> Finding:
+    is_there = (folder / "bin" / "python").exists()
+    return Finding(
+        "vllm", is_there, str(folder) if is_there else "not set up", "make venv-vllm (to compare with it)", False
+    )
+
+
+def browser() -> Finding:
+    path = next((path for path in map(shutil.which, BROWSERS) if path), None)
+    return Finding("chromium", path is not None, path or "not found", "apt-get install chromium (to test pages)", False)
+
+
+def _mark(finding: Finding) -> str:
+    if finding.is_ok:
+        return "ok"
+    return "MISSING" if finding.is_essential else "absent"
+
+
+def _first_value(file: Path, keys: tuple[str, ...]) -> str:
+    """The value of the first `key : value` line of a /proc file; empty if there is none."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for key, _, value in pairs if key.strip() in keys), "")
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _map_page_fixed() -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    size, map_fixed = mmap.PAGESIZE, 0x10
+    file = os.memfd_create("rose-doctor")
+    try:
+        os.pwrite(file, b"rose", 0)
+        os.ftruncate(file, size)
+        address = libc.mmap(None, size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        placed = libc.mmap(address, size, mmap.PROT_READ, mmap.MAP_SHARED | map_fixed, file, 0)
+        works = placed == address and ctypes.string_at(placed, 4) == b"rose"
+        libc.munmap(address, size)
+        return works
+    finally:
+        os.close(file)

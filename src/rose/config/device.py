@@ -1,0 +1,71 @@
+"""Settings of one device: the engine process on its cores and the HTTP front before it.
+
+`rose serve` reads them from a YAML file and from dotted overrides; its flags are overrides with shorter names.
+
+    device: cpu:0
+    engine: {kv_memory_mb: 512, max_sequences: 64}
+    front: {port: 8000}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rose.config.schema import setting
+from rose.errors import ConfigError
+
+DEVICE_PATTERN = r"cpu:\d+(-\d+)?(,\d+(-\d+)?)*"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    kv_memory_mb: int = setting(512, "memory for keys and values, in MiB", minimum=1, maximum=1 << 20)
+    max_context_tokens: int = setting(0, "longest prompt and answer together; 0 takes the model's own", minimum=0)
+    max_step_tokens: int = setting(512, "most tokens one step computes; longer prompts run in chunks", minimum=1)
+    max_sequences: int = setting(64, "most requests that run together", minimum=1, maximum=4096)
+    max_waiting: int = setting(1024, "most requests that wait; beyond it the answer is 429", minimum=0)
+    # The embedded engine is always batch-invariant: its fixed tile and reduction order is also its fastest one.
+    # `false` is accepted, so that settings can be shared with other engines, and changes nothing here.
+    batch_invariant: bool = setting(True, "same tokens under any batching, chunking, prefix hit or preemption")
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
+    port: int = setting(8000, "TCP port; 0 takes a free one", minimum=0, maximum=65535)
+    max_body_bytes: int = setting(4 << 20, "largest request body", minimum=1024, maximum=1 << 30)
+    max_connections: int = setting(1024, "most connections open at once", minimum=1, maximum=1 << 20)
+    read_timeout_s: float = setting(30.0, "longest wait for a request to arrive whole", minimum=0.1, maximum=3600)
+    slow_reader_s: float = setting(
+        30.0, "a client that takes nothing for this long is cut off", minimum=0.1, maximum=3600
+    )
+    shutdown_s: float = setting(
+        10.0, "longest wait for running requests when the device stops", minimum=0, maximum=3600
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSettings:
+    device: str = setting("cpu:0", "cores the engine is pinned to", pattern=DEVICE_PATTERN, example="cpu:0 or cpu:0-1")
+    model_name: str | None = setting(None, "name that clients use for the model; the folder's name if null")
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    front: FrontSettings = field(default_factory=FrontSettings)
+
+
+def cores_of(device: str) -> tuple[int, ...]:
+    """`cpu:0-1,3` -> (0, 1, 3), in the order written; whether they exist is for the process that pins itself."""
+    kind, _, ranges = device.partition(":")
+    try:
+        cores = [core for part in ranges.split(",") for core in _range_of(part)]
+    except ValueError:
+        cores = []
+    if kind != "cpu" or not cores:
+        raise ConfigError(f"`{device}` is not a device", hint="write it like cpu:0, cpu:0-1 or cpu:0,2")
+    if len(set(cores)) < len(cores):
+        raise ConfigError(f"device `{device}` names a core twice", hint="name every core once")
+    return tuple(cores)
+
+
+def _range_of(part: str) -> range:
+    first, dash, last = part.partition("-")
+    return range(int(first), int(last if dash else first) + 1)

@@ -1,0 +1,61 @@
+"""Every error ROSE raises on purpose says what happened and what to do about it.
+
+    RoseError
+    ├── ConfigError      bad input at start-up: settings, flags, model folders, devices
+    │   └── ModelError   a model folder that cannot be used; names the file
+    ├── RequestRefused   one request cannot be taken; the others go on
+    │   ├── ContextTooLong
+    │   └── QueueFull    carries retry_after_s
+    ├── Unavailable      the world failed: a process, a peer, a disk; carries retry_after_s
+    └── JournalCorrupt   a journal line that cannot be read back
+
+Bugs are `assert`, left on in production. The CLI prints `str(error)` without a traceback and exits with `exit_code`.
+"""
+
+from __future__ import annotations
+
+
+class RoseError(Exception):
+    """What happened, and optionally what to try; `str()` shows both."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, hint: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  try: {self.hint}" if self.hint else self.what
+
+
+class ConfigError(RoseError):
+    exit_code = 2
+
+
+class ModelError(ConfigError):
+    """A model folder that cannot be used; `what` names the file."""
+
+
+class RequestRefused(RoseError):
+    """The caller's request is at fault; nothing else is affected."""
+
+
+class ContextTooLong(RequestRefused):
+    pass
+
+
+class QueueFull(RequestRefused):
+    def __init__(self, what: str, *, retry_after_s: float = 1.0, hint: str | None = None) -> None:
+        super().__init__(what, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(RoseError):
+    def __init__(self, what: str, *, retry_after_s: float = 1.0, hint: str | None = None) -> None:
+        super().__init__(what, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class JournalCorrupt(RoseError):
+    pass

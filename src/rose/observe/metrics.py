@@ -1,0 +1,80 @@
+"""Prometheus metrics of one process: a registry of its own, buckets that fit latencies, and the text that is scraped.
+
+Every process makes one `Metrics` and hands it down; nothing registers itself globally, so tests and two devices in one
+process do not meet. What the engine already counts is not counted again: `mirror` reads it when somebody looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+# Upper edges in seconds. Fine around the budgets people set (TTFT 0.5 s, TPOT 0.15 s), coarse far from them.
+FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0)
+TOKEN_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+REQUEST_BUCKETS_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0)
+STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
+TOKEN_COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+MirrorKind = Literal["counter", "gauge"]
+
+
+class Metrics:
+    """One per process."""
+
+    def __init__(self, *, process_facts: bool = True) -> None:
+        self.registry = CollectorRegistry()
+        if process_facts:
+            ProcessCollector(registry=self.registry)
+
+    def counter(self, name: str, what: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(name, what, labels, registry=self.registry)
+
+    def gauge(self, name: str, what: str, labels: Sequence[str] = ()) -> Gauge:
+        return Gauge(name, what, labels, registry=self.registry)
+
+    def histogram(self, name: str, what: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
+        return Histogram(name, what, labels, buckets=buckets, registry=self.registry)
+
+    def mirror(
+        self,
+        kind: MirrorKind,
+        name: str,
+        what: str,
+        read: Callable[[], float | None],
+        labels: dict[str, str] | None = None,
+    ) -> None:
+        """Show a number that is kept elsewhere; `read` is called at every scrape, and None leaves it out."""
+        self.registry.register(_Mirror(kind, name, what, read, labels or {}))
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes, to be sent as CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+
+class _Mirror(Collector):
+    def __init__(
+        self, kind: MirrorKind, name: str, what: str, read: Callable[[], float | None], labels: dict[str, str]
+    ) -> None:
+        self.kind, self.name, self.what, self.read, self.labels = kind, name, what, read, labels
+
+    def describe(self) -> Iterator[Metric]:
+        yield self._family()
+
+    def collect(self) -> Iterator[Metric]:
+        value = self.read()
+        if value is not None:
+            family = self._family()
+            family.add_metric(list(self.labels.values()), value)
+            yield family
+
+    def _family(self) -> CounterMetricFamily | GaugeMetricFamily:
+        family = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        return family(self.name, self.what, labels=list(self.labels))

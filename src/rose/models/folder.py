@@ -1,0 +1,40 @@
+"""One call that opens a model folder and checks all of it, so that a bad one fails at start-up and says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rose.errors import ModelError
+from rose.models.spec import ModelSpec, read_spec
+from rose.models.tensors import TensorFolder, check, open_tensors
+from rose.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model that can be served: what it is, its weights (not read yet), its text."""
+
+    path: Path
+    spec: ModelSpec
+    tensors: TensorFolder
+    tokenizer: Tokenizer
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+
+def load_model_folder(path: Path | str) -> ModelFolder:
+    """Raises ModelError naming the file at fault. The tokenizer's end token counts among the spec's."""
+    path = Path(path)
+    if not path.is_dir():
+        what = f"{path} is not a folder" if path.exists() else f"there is no model folder {path}"
+        raise ModelError(what, hint=f"make one: rose model new --preset qwen3-3m --out {path}")
+    spec = read_spec(path)
+    tensors = open_tensors(path)
+    check(tensors, spec)
+    tokenizer = Tokenizer.load(path)
+    tokenizer.check_vocabulary(spec.vocabulary, str(path / "config.json"))
+    ends = tuple(dict.fromkeys(spec.eos_token_ids + tokenizer.eos_ids))
+    return ModelFolder(path, replace(spec, eos_token_ids=ends), tensors, tokenizer)

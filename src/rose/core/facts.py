@@ -17,3 +17,52 @@ class StepFeatures:
     kv_read_tokens: int = 0
     new_by_context: int = 0
     sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRequest:
+    """A request without its first token yet. `tokens_left` of its prompt are still to be computed."""
+
+    arrival_s: float
+    tokens_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """A request that is decoding. `last_token_s` is when its newest token was made."""
+
+    last_token_s: float
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServingView:
+    """Everything about a device's serving side that lending is decided from.
+
+    `number` grows by one per view. The last step's shape and duration are for learning what steps cost;
+    `kv_used_bytes` counts what requests hold, not what is only cached.
+    """
+
+    number: int
+    waiting: tuple[WaitingRequest, ...] = ()
+    running: tuple[RunningRequest, ...] = ()
+    kv_used_bytes: int = 0
+    kv_total_bytes: int = 0
+    last_step: StepFeatures = StepFeatures()
+    last_step_s: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutView:
+    """What rollouts could run now: sequences that decode, and prompt tokens waiting to be computed.
+
+    `context_tokens` is the mean context of the sequences that decode.
+    """
+
+    decoding: int = 0
+    prompt_tokens: int = 0
+    context_tokens: int = 0

@@ -257,7 +257,8 @@ class BatchScheduler:
         for ids in (request.prompt_ids, request.partial.token_ids):
             if ids and not (min(ids) >= 0 and max(ids) < limits.vocabulary):
                 raise RequestRefused(f"token ids must be in [0, {limits.vocabulary})")
-        if self._waiting_count >= limits.max_waiting:
+        free_seats = limits.max_sequences - len(self.running)
+        if self._waiting_count >= limits.max_waiting + free_seats:
             raise QueueFull(f"{self._waiting_count} requests are waiting already", hint="retry a little later")
 
     def _enqueue(self, sequence: LiveRequest) -> None:

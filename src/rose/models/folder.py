@@ -8,7 +8,7 @@ from pathlib import Path
 from rose.errors import ModelError
 from rose.models.spec import ModelSpec, read_spec
 from rose.models.tensors import TensorFolder, check, open_tensors
-from rose.models.tokenizer import Tokenizer
+from rose.models.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,23 @@ class ModelFolder:
 
 
 def load_model_folder(path: Path | str) -> ModelFolder:
-    """Raises ModelError naming the file at fault. The tokenizer's end token counts among the spec's."""
+    """Raises ModelError naming the file at fault."""
     path = Path(path)
     if not path.is_dir():
         what = f"{path} is not a folder" if path.exists() else f"there is no model folder {path}"
         raise ModelError(what, hint=f"make one: rose model new --preset qwen3-3m --out {path}")
-    spec = read_spec(path)
+    spec = served_spec(path)
     tensors = open_tensors(path)
     check(tensors, spec)
     tokenizer = Tokenizer.load(path)
     tokenizer.check_vocabulary(spec.vocabulary, str(path / "config.json"))
-    ends = tuple(dict.fromkeys(spec.eos_token_ids + tokenizer.eos_ids))
-    return ModelFolder(path, replace(spec, eos_token_ids=ends), tensors, tokenizer)
+    return ModelFolder(path, spec, tensors, tokenizer)
+
+
+def served_spec(path: Path) -> ModelSpec:
+    """The spec of a folder; the end token of its tokenizer, if it has one, counts among the spec's."""
+    spec = read_spec(path)
+    if not (path / TOKENIZER_FILE).exists():
+        return spec
+    ends = dict.fromkeys(spec.eos_token_ids + Tokenizer.load(path).eos_ids)
+    return replace(spec, eos_token_ids=tuple(ends))

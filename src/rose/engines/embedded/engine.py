@@ -22,7 +22,8 @@ from rose.engines.embedded.sampler import Sampler
 from rose.engines.embedded.weights import PackedWeights, aligned_floats, pack
 from rose.engines.scheduler import BatchScheduler, Limits, LiveRequest
 from rose.errors import ConfigError
-from rose.models.spec import ModelSpec, read_spec
+from rose.models.folder import served_spec
+from rose.models.spec import ModelSpec
 from rose.models.tensors import Tensors, open_tensors
 
 MIB = 1 << 20
@@ -31,32 +32,48 @@ MIB = 1 << 20
 class EmbeddedEngine:
     """One model on one core set."""
 
-    def __init__(self, spec: ModelSpec, weights: PackedWeights, settings: EngineSettings, *, cores: Sequence[int],
-                 pin: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self, spec: ModelSpec, weights: PackedWeights, settings: EngineSettings, *, cores: Sequence[int]
+    ) -> None:
         self.spec = spec
         self.settings = settings
         block_floats = k.block_floats(weights.shape)
         blocks = settings.kv_memory_mb * MIB // (block_floats * 4)
         context = _context_tokens(spec, settings, blocks)
-        limits = Limits(k.BLOCK_TOKENS, block_floats * 4, context, settings.max_sequences, settings.max_waiting,
-                        spec.vocabulary, frozenset(spec.eos_token_ids))  # fmt: skip
+        limits = Limits(
+            block_tokens=k.BLOCK_TOKENS,
+            block_bytes=block_floats * 4,
+            max_context_tokens=context,
+            max_sequences=settings.max_sequences,
+            max_waiting=settings.max_waiting,
+            vocabulary=spec.vocabulary,
+            eos_token_ids=frozenset(spec.eos_token_ids),
+        )
         self.scheduler = BatchScheduler(limits, BlockPool(blocks), weights.version)
         self._kv = aligned_floats(blocks * block_floats)
         values = (blocks, spec.layers, 2, block_floats // (2 * spec.layers))
         self._kv_values = self._kv.reshape(values)[:, :, 1]
         self._block_table = np.zeros((settings.max_sequences, -(-context // k.BLOCK_TOKENS)), np.int32)
-        self._runner = Runner(spec, weights, cores, settings.max_step_tokens, context, settings.max_sequences, pin)
+        self._runner = Runner(
+            spec,
+            weights,
+            cores,
+            max_rows=settings.max_step_tokens,
+            max_context=context,
+            max_samples=settings.max_sequences,
+        )
         self._sampler = Sampler(
             spec.vocabulary, int(weights.shape[k.VOCABULARY]), settings.max_sequences, spec.eos_token_ids
         )
 
     @classmethod
-    def load(cls, folder: Path | str, settings: EngineSettings | None = None, *, device: str = "cpu:0",
-             version: str = "0", pin: bool = False) -> EmbeddedEngine:  # fmt: skip
+    def load(
+        cls, folder: Path | str, settings: EngineSettings | None = None, *, device: str = "cpu:0", version: str = "0"
+    ) -> EmbeddedEngine:
         """Load a Hugging Face folder. Raises ModelError or ConfigError."""
-        spec = read_spec(folder)
+        spec = served_spec(Path(folder))
         weights = pack(spec, open_tensors(folder), version)
-        engine = cls(spec, weights, settings or EngineSettings(), cores=cores_of(device), pin=pin)
+        engine = cls(spec, weights, settings or EngineSettings(), cores=cores_of(device))
         engine._warm_up()
         return engine
 

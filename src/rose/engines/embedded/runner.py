@@ -7,6 +7,7 @@ layer, because the later half attends to the keys of the earlier half. Threads s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -68,8 +69,16 @@ def _cut(segments: NDArray[np.int64], edges: Sequence[int]) -> list[Share]:
 class Runner:
     """Owns the work space of one model on one core set. Not thread-safe."""
 
-    def __init__(self, spec: ModelSpec, weights: PackedWeights, cores: Sequence[int], max_rows: int, max_context: int,
-                 max_samples: int, pin: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: PackedWeights,
+        cores: Sequence[int],
+        *,
+        max_rows: int,
+        max_context: int,
+        max_samples: int,
+    ) -> None:
         self.weights = weights
         self.cores = tuple(cores)
         shape = weights.shape
@@ -87,7 +96,7 @@ class Runner:
         self._scratch = [_scratch(shape, max_context) for _ in self.cores]
         self._cos, self._sin = _rotations(spec, max_context)
         self._barrier = threading.Barrier(len(self.cores))
-        self._pool = _thread_pool(self.cores, pin) if len(self.cores) > 1 else None
+        self._pool = _thread_pool(self.cores) if len(self.cores) > 1 else None
 
     def run(self, ids: NDArray[np.int64], segments: NDArray[np.int64], block_table: NDArray[np.int32],
             kv: NDArray[np.float32], sampled_rows: NDArray[np.int64]) -> NDArray[np.float32]:  # fmt: skip
@@ -151,13 +160,12 @@ def _rotations(spec: ModelSpec, max_context: int) -> tuple[NDArray[np.float32], 
     return (np.cos(angles) * np.float32(factor)), (np.sin(angles) * np.float32(factor))
 
 
-def _thread_pool(cores: Sequence[int], pin: bool) -> ThreadPoolExecutor:
+def _thread_pool(cores: Sequence[int]) -> ThreadPoolExecutor:
     """One thread per further core; thread n takes the nth of them when it starts."""
     left = list(cores[1:])
 
     def start() -> None:
-        core = left.pop(0)
-        if pin:
-            os.sched_setaffinity(0, {core})
+        with contextlib.suppress(OSError):  # a process that may not use the core still computes
+            os.sched_setaffinity(0, {left.pop(0)})
 
     return ThreadPoolExecutor(len(left), thread_name_prefix="rose-core", initializer=start)

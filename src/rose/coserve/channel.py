@@ -1,0 +1,229 @@
+"""The client's end of a device: starts the engine process and speaks to it, in asyncio.
+
+Events are sorted into mailboxes as they arrive, without a task in between; a mailbox that is full has its requests
+cancelled. When the engine process goes, however it goes, every mailbox and every question ends with `Unavailable`, and
+`gone` tells why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from rose.config.device import DeviceSettings
+from rose.coserve import messages
+from rose.coserve.device import check_device, thread_environment
+from rose.coserve.mailbox import MAILBOX_TOKENS, Mailbox
+from rose.engines.base import EngineFacts, Request, TokenEvent
+from rose.errors import RequestRefused, RoseError, Unavailable
+
+EMBEDDED = "rose.engines.embedded.engine:EmbeddedEngine.load"
+LEAVE_S = 5.0  # an engine that was told to leave is in a step of well under a second
+
+
+def start_command(folder: Path, settings: DeviceSettings, *, factory: str, gated: bool) -> messages.Start:
+    return messages.Start(factory, str(folder), settings.device, settings.engine, gated)
+
+
+class DeviceChannel(asyncio.Protocol):
+    """One engine process and the connection to it. Made by `start`; not thread-safe."""
+
+    def __init__(self, process: subprocess.Popen[bytes], on_progress: Callable[[str], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.facts: EngineFacts  # the newest, from the moment the engine is ready
+        self.gone: asyncio.Future[Unavailable] = loop.create_future()
+        self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
+        self._on_progress = on_progress
+        self._process = process
+        self._transport: asyncio.Transport
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._lost: asyncio.Future[None] = loop.create_future()
+        self._frames = messages.FrameReader()
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._questions: dict[int, asyncio.Future[messages.Reply]] = {}
+        self._next_tag = 1
+        self._failure: RoseError | None = None
+        self._closing = False
+        self._burial = loop.create_task(self._bury())
+
+    @classmethod
+    async def start(
+        cls, command: messages.Start, *, on_progress: Callable[[str], None] = lambda what: None
+    ) -> DeviceChannel:
+        """Start an engine process and wait until it is ready. Raises what the engine says if it cannot start."""
+        environment = os.environ | thread_environment(check_device(command.device))
+        ours, theirs = socket.socketpair()
+        arguments = [sys.executable, "-m", "rose.coserve.executor", str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], env=environment)
+        channel = cls(process, on_progress)
+        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=ours)
+        channel._send(command)
+        try:
+            await channel._ready
+        except BaseException:
+            await channel.close(kill=True)
+            raise
+        return channel
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._mailboxes)
+
+    def submit(self, requests: Sequence[Request], *, unread_tokens_max: float = MAILBOX_TOKENS) -> Mailbox:
+        """Queue requests; their events come to one mailbox, and so does a refusal of any of them."""
+        self._check_alive()
+        mailbox = Mailbox(unread_tokens_max)
+        known = [request.request_id for request in requests if request.request_id in self._mailboxes]
+        if known:
+            raise RequestRefused(f"request id `{known[0]}` is already in use")
+        for request in requests:
+            self._mailboxes[request.request_id] = mailbox
+            self._send(messages.Add(request))
+        return mailbox
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Forget requests; those that have ended are skipped."""
+        for request_id in request_ids:
+            if self._mailboxes.pop(request_id, None) is not None:
+                self._send(messages.Cancel(request_id))
+
+    def forget(self, request_id: str) -> None:
+        """Cancel one request and close its mailbox: the reader gets nothing more."""
+        mailbox = self._mailboxes.get(request_id)
+        self.cancel([request_id])
+        if mailbox is not None:
+            mailbox.close()
+
+    async def ask(self, command: messages.Command) -> messages.Reply:
+        """Send a command that has a tag, and wait for its reply. Raises the error the engine replied with."""
+        self._check_alive()
+        tag, self._next_tag = self._next_tag, self._next_tag + 1
+        question = self._questions[tag] = asyncio.get_running_loop().create_future()
+        self._send(msgspec.structs.replace(command, tag=tag))
+        try:
+            reply = await question
+        finally:
+            self._questions.pop(tag, None)
+        if reply.fault is not None:
+            raise messages.error_of(reply.fault)
+        return reply
+
+    def kill(self) -> None:
+        """End the engine process at once; everything under way ends with `Unavailable`."""
+        self._process.kill()
+
+    async def close(self, *, kill: bool = False) -> None:
+        """Have the engine process leave, within a bounded time, and wait for it."""
+        self._closing = True
+        self._send(messages.Shutdown())
+        if not kill:
+            await asyncio.wait([self._burial], timeout=LEAVE_S)
+        self.kill()
+        await asyncio.shield(self._burial)
+
+    # What arrives
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._frames.push(data):
+                self._receive(messages.decode_event(body))
+        except (msgspec.DecodeError, Unavailable) as error:
+            self._failure = Unavailable(f"the engine process sent something unreadable: {error}")
+            self.kill()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost.set_result(None)
+
+    def _receive(self, event: messages.Event) -> None:
+        match event:
+            case messages.Stepped():
+                self.facts = event.facts
+                for token_event in event.events:
+                    self._deliver(token_event)
+                self.on_step(event)
+            case messages.Reply():
+                self.facts = event.facts
+                question = self._questions.get(event.tag)
+                if question is not None and not question.done():
+                    question.set_result(event)
+            case messages.Refused():
+                mailbox = self._mailboxes.pop(event.request_id, None)
+                if mailbox is not None:
+                    mailbox.fail(messages.error_of(event.fault))
+            case messages.Ready():
+                self.facts = event.facts
+                if not self._ready.done():
+                    self._ready.set_result(None)
+            case messages.Progress():
+                self._on_progress(event.what)
+            case messages.Failed():
+                self._failure = messages.error_of(event.fault)
+
+    def _deliver(self, event: TokenEvent) -> None:
+        mailbox = self._mailboxes.get(event.request_id)
+        if mailbox is None:  # cancelled while the step ran
+            return
+        mailbox.put(event)
+        if event.finish_reason is not None:
+            del self._mailboxes[event.request_id]
+        elif mailbox.full:
+            mailbox.fail(Unavailable("the reader of this request is too slow"))
+            self.cancel([name for name, known in self._mailboxes.items() if known is mailbox])
+
+    # How it ends
+
+    async def _bury(self) -> None:
+        """Wait for the end of the connection, then of the process, and tell everybody."""
+        await self._lost
+        code = await asyncio.to_thread(self._wait_for_process)
+        failure = self._failure or Unavailable(self._epitaph(code), hint="it is restarted; retry a little later")
+        if not self._ready.done():
+            self._ready.set_exception(failure)
+        gone = failure if isinstance(failure, Unavailable) else Unavailable(failure.what, hint=failure.hint)
+        for mailbox in set(self._mailboxes.values()):
+            mailbox.fail(gone)
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(gone)
+        self._mailboxes.clear()
+        self.gone.set_result(gone)
+
+    def _wait_for_process(self) -> int:
+        try:
+            return self._process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _epitaph(self, code: int) -> str:
+        if self._closing:
+            return "the device is shutting down"
+        if code < 0:
+            return f"the engine process was killed by signal {-code}"
+        return f"the engine process left with code {code}"
+
+    def _check_alive(self) -> None:
+        if self.gone.done():
+            raise messages.error_of(messages.fault_of(self.gone.result()))
+        if self._lost.done() or self._closing:
+            raise Unavailable("the engine process is leaving")
+
+    def _send(self, command: messages.Command) -> None:
+        if not self._lost.done():
+            self._transport.write(messages.frame(command))

@@ -1,0 +1,197 @@
+"""What the two processes of a device say to each other, and how it looks on the socket.
+
+Commands go to the engine process, events come back. A frame is four bytes of length, little-endian, and one
+msgpack value whose tag says which message it is; nothing else is ever read from the socket, so the worst a broken
+peer can do is to be refused. A command with a `tag` other than 0 is answered by a `Reply` with the same tag.
+
+There is one `Stepped` per engine step, with all tokens of that step: the number of messages does not grow with the
+number of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from rose.config.device import EngineSettings
+from rose.engines.base import EngineFacts, Request, TokenEvent
+from rose.errors import ConfigError, ContextTooLong, ModelError, QueueFull, RequestRefused, RoseError, Unavailable
+
+LENGTH_BYTES = 4
+FRAME_BYTES_MAX = 64 << 20  # a prompt of a million tokens is 5 MB; anything near this is a broken peer
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first command: which engine, on which model, on which cores."""
+
+    factory: str  # "module:callable", called with (folder, settings=..., device=...)
+    folder: str
+    device: str
+    settings: EngineSettings
+    gated: bool = False
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    request: Request
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+    tag: int = 0
+
+
+class Evict(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+    tag: int = 0
+
+
+class SetGrant(msgspec.Struct, frozen=True, tag=True):
+    """`until_s` is on the monotonic clock, which all processes of a machine share."""
+
+    tokens: int
+    sequences: int
+    until_s: float
+    tag: int = 0
+
+
+class KvBudget(msgspec.Struct, frozen=True, tag=True):
+    budget_bytes: int
+    tag: int = 0
+
+
+class Stage(msgspec.Struct, frozen=True, tag=True):
+    version: str
+    folder: str
+    tag: int = 0
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    version: str
+    tag: int = 0
+
+
+class GetFacts(msgspec.Struct, frozen=True, tag=True):
+    tag: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+Command = Start | Add | Cancel | Evict | SetGrant | KvBudget | Stage | Commit | GetFacts | Shutdown
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """An error that crosses the socket: its class by name, and what it says."""
+
+    kind: str
+    what: str
+    hint: str | None = None
+    retry_after_s: float = 1.0
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """A sentence for people while the engine starts."""
+
+    what: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    facts: EngineFacts
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """What one step did. `step_tokens` is 0 when events came without a step (evictions).
+
+    `started` names the requests that had been waiting until this step.
+    """
+
+    events: tuple[TokenEvent, ...]
+    facts: EngineFacts
+    step_tokens: int = 0
+    step_s: float = 0.0
+    started: tuple[str, ...] = ()
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+    fault: Fault
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
+    tag: int
+    facts: EngineFacts
+    gate_open: bool = True
+    staged_version: str | None = None
+    fault: Fault | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine process is about to leave, because of this."""
+
+    fault: Fault
+
+
+Event = Progress | Ready | Stepped | Refused | Reply | Failed
+
+_KINDS: dict[str, type[RoseError]] = {
+    kind.__name__: kind
+    for kind in (RoseError, ConfigError, ModelError, RequestRefused, ContextTooLong, QueueFull, Unavailable)
+}
+_encoder = msgspec.msgpack.Encoder()
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def fault_of(error: BaseException) -> Fault:
+    """How an error travels; one that is not ours becomes `Unavailable`, since to the other side it is just that."""
+    if isinstance(error, RoseError):
+        known = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
+        return Fault(known, error.what, error.hint, getattr(error, "retry_after_s", 1.0))
+    return Fault("Unavailable", f"the engine failed: {type(error).__name__}: {error}")
+
+
+def error_of(fault: Fault) -> RoseError:
+    """The error a fault stands for."""
+    kind = _KINDS.get(fault.kind, Unavailable)
+    if issubclass(kind, QueueFull | Unavailable):
+        return kind(fault.what, hint=fault.hint, retry_after_s=fault.retry_after_s)
+    return kind(fault.what, hint=fault.hint)
+
+
+def frame(message: Command | Event) -> bytes:
+    body = _encoder.encode(message)
+    assert len(body) <= FRAME_BYTES_MAX, f"a message of {len(body)} bytes"
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def decode_command(body: bytes) -> Command:
+    return _commands.decode(body)
+
+
+def decode_event(body: bytes) -> Event:
+    return _events.decode(body)
+
+
+class FrameReader:
+    """Cuts a byte stream into frame bodies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def push(self, data: bytes) -> Iterator[bytes]:
+        """The bodies that are complete with this data. A length no peer of ours would send raises Unavailable."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= LENGTH_BYTES:
+            length = int.from_bytes(buffer[start : start + LENGTH_BYTES], "little")
+            if length > FRAME_BYTES_MAX:
+                raise Unavailable(f"the other process of this device sent a frame of {length} bytes")
+            end = start + LENGTH_BYTES + length
+            if len(buffer) < end:
+                break
+            yield bytes(buffer[start + LENGTH_BYTES : end])
+            start = end
+        del buffer[:start]

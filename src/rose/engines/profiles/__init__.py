@@ -1,0 +1,117 @@
+"""How long a step takes on a device we do not have here: a few constants per (device, model), kept in JSON files.
+
+    compute = per_new_token_s x new_tokens + per_new_by_context_s x new_by_context + per_sequence_s x sequences
+    memory  = weights_read_s + per_kv_read_token_s x kv_read_tokens
+    step    = fixed_s + per_new_token_exchange_s x new_tokens + (compute + memory, or the larger of the two)
+
+A measured profile adds compute and memory up: on one core they do not overlap, and the fit decides what belongs
+where. A `roofline` profile takes the larger one: an accelerator reads while it computes. The file's `source` says
+where every constant comes from. A tensor-parallel group counts as one device, and its constants are the group's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from rose.core.facts import StepFeatures
+from rose.errors import ConfigError
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """Step costs and memory of one device with one model."""
+
+    name: str
+    what: str
+    shape: Literal["sum", "roofline"]
+    fixed_s: float
+    per_new_token_s: float
+    per_kv_read_token_s: float
+    per_new_by_context_s: float
+    per_sequence_s: float
+    weights_read_s: float = 0.0
+    per_new_token_exchange_s: float = 0.0
+    tensor_parallel: int = 1
+    kv_bytes_per_token: int
+    kv_memory_bytes: int
+    block_tokens: int
+    max_context_tokens: int
+    source: dict[str, str]
+
+    def __post_init__(self) -> None:
+        for constant in fields(self):
+            value = getattr(self, constant.name)
+            if isinstance(value, int | float) and not 0 <= value < float("inf"):
+                raise ConfigError(f"profile {self.name}: {constant.name} is {value}, which is no cost")
+        if min(self.kv_bytes_per_token, self.block_tokens, self.tensor_parallel, self.kv_blocks) < 1:
+            raise ConfigError(
+                f"profile {self.name}: its KV memory does not hold one block",
+                hint="check kv_memory_bytes, kv_bytes_per_token, block_tokens and tensor_parallel",
+            )
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * self.kv_bytes_per_token
+
+    @property
+    def kv_blocks(self) -> int:
+        return self.kv_memory_bytes // max(1, self.block_bytes)
+
+    def step_s(self, features: StepFeatures) -> float:
+        """Duration of a step of this shape; an empty step takes no time."""
+        if features.sequences == 0:
+            return 0.0
+        compute_s = (
+            self.per_new_token_s * features.new_tokens
+            + self.per_new_by_context_s * features.new_by_context
+            + self.per_sequence_s * features.sequences
+        )
+        memory_s = self.weights_read_s + self.per_kv_read_token_s * features.kv_read_tokens
+        work_s = max(compute_s, memory_s) if self.shape == "roofline" else compute_s + memory_s
+        return self.fixed_s + self.per_new_token_exchange_s * features.new_tokens + work_s
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load_profile(name_or_path: str | Path) -> StepProfile:
+    """A profile that ships with ROSE, by name, or any file of the same format, by path."""
+    path = Path(name_or_path)
+    if path.suffix != ".json" and path.name == str(name_or_path):
+        path = FOLDER / f"{name_or_path}.json"
+    try:
+        return _parse(path, path.read_bytes())
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise _unknown(str(name_or_path)) from error
+
+
+def write_profile(profile: StepProfile, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+
+
+def _parse(path: Path, text: bytes) -> StepProfile:
+    try:
+        document: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
+        known = {constant.name for constant in fields(StepProfile)}
+        for key in document.keys() - known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{path}: unknown key {key!r}", hint=f"did you mean {nearest!r}?")
+        return msgspec.convert(document, StepProfile)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not a step profile: {error}", hint="compare it with the ones ROSE ships"
+        ) from error
+
+
+def _unknown(name: str) -> ConfigError:
+    nearest = difflib.get_close_matches(name, profile_names(), n=1, cutoff=0.0)
+    hint = f"did you mean {nearest[0]!r}? known: {', '.join(profile_names())}" if nearest else None
+    return ConfigError(f"there is no step profile {name!r}", hint=hint)

@@ -69,10 +69,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		echo "  try: make venv PYTHON=python3.12"; exit 1; }
 	@echo "Making $(VENV) (once; a few minutes, most of it torch)."
 	@$(PYTHON) -m venv $(VENV)
-	@echo "  1/2 $(TORCH) ..."
+	@echo "  1/3 $(TORCH) ..."
 	@$(PIP) install -c constraints.txt $(TORCH)
-	@echo "  2/2 ROSE and what its tests need ..."
+	@echo "  2/3 ROSE and what its tests need ..."
 	@$(PIP) install -c constraints.txt -e '.[dev,fast]'
+	@echo "  3/3 compiling the engine's kernels, so that the first start is as quick as any ..."
+	@$(BIN)/rose doctor > $(VENV)/doctor.txt || cat $(VENV)/doctor.txt
 	@touch $@
 	@echo "$(VENV) is ready."
 

@@ -15,6 +15,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ def examine() -> Iterator[Finding]:
     yield from (check() for check in checks)
     yield from (dependency(name, is_essential) for name, is_essential in DEPENDENCIES.items())
     yield compile_cache()
+    yield engine()
     yield dependency("transformers", False, "make venv (the tests compare with it)")
     yield vllm_environment()
     yield browser()
@@ -146,6 +148,18 @@ def compile_cache() -> Finding:
     return Finding("kernel cache", place is not None, str(place or "nowhere to write"), remedy, False)
 
 
+def engine() -> Finding:
+    """Make the smallest model and have it answer: what a check of parts can miss, this does not."""
+    begun_s = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tokens = _generate(Path(folder) / "model")
+    except Exception as error:  # whatever a broken installation may raise
+        return Finding("engine", False, f"{type(error).__name__}: {error}", f"{INSTALL} (into a fresh environment)")
+    found = f"computed {tokens} tokens; ready in {time.monotonic() - begun_s:.1f} s (the first time it compiles)"
+    return Finding("engine", tokens > 0, found, INSTALL)
+
+
 def vllm_environment(folder: Path = Path(".venv-vllm")) -> Finding:
     is_there = (folder / "bin" / "python").exists()
     return Finding(
@@ -156,6 +170,21 @@ def vllm_environment(folder: Path = Path(".venv-vllm")) -> Finding:
 def browser() -> Finding:
     path = next((path for path in map(shutil.which, BROWSERS) if path), None)
     return Finding("chromium", path is not None, path or "not found", "apt-get install chromium (to test pages)", False)
+
+
+def _generate(folder: Path) -> int:
+    from rose.config.device import EngineSettings
+    from rose.engines.base import Budget, Request, Sampling
+    from rose.engines.embedded.engine import EmbeddedEngine
+    from rose.models.presets import write_preset
+
+    write_preset("frozenlake-1m", folder, seed=0)
+    engine = EmbeddedEngine.load(folder, EngineSettings(kv_memory_mb=64))
+    engine.add(Request("doctor", (1, 2, 3), Sampling(max_tokens=4, ignore_eos=True)))
+    tokens = 0
+    while (plan := engine.plan(Budget(64, 1))) is not None:
+        tokens += sum(len(event.token_ids) for event in engine.step(plan))
+    return tokens
 
 
 def _mark(finding: Finding) -> str:

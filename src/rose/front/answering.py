@@ -1,0 +1,117 @@
+"""How an answer goes out, the same for every route that generates: whole, or as a stream of events.
+
+A route gives its `Form`: what the whole answer looks like and what a chunk looks like. A stream starts with its first
+piece, so that a request that is refused still gets a status of its own; after that an error is an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from rose.errors import RoseError
+from rose.front.context import Front
+from rose.front.events import EventStream, ReaderGone
+from rose.front.failures import bad_request, failure_of
+from rose.front.generation import Choice, Generation, Piece
+from rose.front.replies import PromptTokensDetails, Usage
+from rose.front.requests import StreamOptions
+
+ARRIVAL = web.RequestKey("arrival_s", float)
+
+_encoder = msgspec.json.Encoder()
+
+
+class Form(Protocol):
+    """The shape of one route's answers to one request."""
+
+    def whole(self, choices: Sequence[Choice]) -> msgspec.Struct:
+        """The answer when all choices have ended."""
+
+    def opening(self, choices: Sequence[Choice]) -> Iterable[msgspec.Struct]:
+        """Chunks before the first piece."""
+
+    def chunk(self, piece: Piece) -> msgspec.Struct | None:
+        """The chunk for a piece; None if there is nothing to show yet."""
+
+    def closing(self, choices: Sequence[Choice]) -> Iterable[msgspec.Struct]:
+        """Chunks after the last piece: the usage, if it was asked for."""
+
+
+async def answer(
+    front: Front, request: web.Request, choices: Sequence[Choice], form: Form, *, stream: bool
+) -> web.StreamResponse:
+    """Run the choices and send what comes of them."""
+    with front.generate(choices) as generation:
+        if stream:
+            return await _stream(front, request, generation, form)
+        await generation.finish()
+    return json_response(form.whole(choices))
+
+
+def json_response(body: msgspec.Struct) -> web.Response:
+    return web.Response(body=_encoder.encode(body), content_type="application/json")
+
+
+def new_id(prefix: str, wanted: str | None = None) -> str:
+    """Unique even when callers repeat themselves: the engine knows requests by it."""
+    return f"{prefix}-{wanted}-{uuid.uuid4().hex[:8]}" if wanted else f"{prefix}-{uuid.uuid4().hex}"
+
+
+def now_unix_s() -> int:
+    return int(time.time())
+
+
+def check_stream(stream: bool | None, options: StreamOptions | None) -> None:
+    """Options of a stream go with a stream, and only with what it can do."""
+    if options is None:
+        return
+    if not stream:
+        raise bad_request("`stream_options` needs `stream` to be true", param="stream_options")
+    for name in ("continuous_usage_stats", "include_obfuscation"):
+        if getattr(options, name):
+            param = f"stream_options.{name}"
+            raise bad_request(f"`{param}` is not implemented", param=param, code="unsupported_parameter")
+
+
+def wants_usage(options: StreamOptions | None) -> bool:
+    return options is not None and bool(options.include_usage)
+
+
+def usage_of(choices: Sequence[Choice], prompt_choices: int = 1) -> Usage:
+    """Prompts count once however many choices they have; so do their cached tokens."""
+    firsts = choices[::prompt_choices]
+    prompt = sum(len(choice.request.prompt_ids) for choice in firsts)
+    completion = sum(len(choice.token_ids) for choice in choices)
+    cached = PromptTokensDetails(sum(choice.cached_tokens for choice in firsts))
+    return Usage(prompt, completion, prompt + completion, cached)
+
+
+async def _stream(front: Front, request: web.Request, generation: Generation, form: Form) -> web.StreamResponse:
+    pieces = await generation.next()
+    stream = EventStream(request, front.settings.slow_reader_s)
+    # Without a reader there is nobody to tell; leaving the generation cancels what is left of it.
+    with contextlib.suppress(ReaderGone):
+        await stream.open()
+        try:
+            await _send_all(stream, generation, form, pieces)
+        except RoseError as error:
+            await stream.fail(failure_of(error))
+        await stream.close()
+    return stream.response
+
+
+async def _send_all(stream: EventStream, generation: Generation, form: Form, pieces: list[Piece]) -> None:
+    chunks: list[msgspec.Struct] = list(form.opening(generation.choices))
+    while pieces:
+        chunks += [chunk for piece in pieces if (chunk := form.chunk(piece)) is not None]
+        await stream.send(chunks)
+        chunks = []
+        pieces = await generation.next()
+    await stream.send(form.closing(generation.choices))

@@ -1,0 +1,91 @@
+"""What every handler of one device works with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from rose.config.device import FrontSettings
+from rose.errors import ContextTooLong, RequestRefused
+from rose.front.failures import Failure, bad_request
+from rose.front.generation import Choice, Generation
+from rose.front.metrics import FrontMetrics
+from rose.front.requests import ChatMessage
+from rose.front.supervisor import Supervisor
+from rose.models.tokenizer import Tokenizer
+
+INLINE_CHARACTERS = 16_384  # tokenised in a millisecond or two; more is done in a thread, beside the other requests
+SHRINK = 4  # normalising a text may shorten it, but never this much
+
+
+@dataclass(frozen=True)
+class Front:
+    """One device as its handlers see it."""
+
+    model_name: str
+    vocabulary: int
+    tokenizer: Tokenizer
+    engine: Supervisor
+    metrics: FrontMetrics
+    settings: FrontSettings
+    longest_token_bytes: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest sequence that the model and its KV memory can hold."""
+        facts = self.engine.facts
+        return min(facts.max_context_tokens, facts.kv_blocks_limit * facts.block_tokens)
+
+    def generate(self, choices: Sequence[Choice]) -> Generation:
+        return Generation(self.engine, self.metrics, choices)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            message = f"model `{name[:80]}` is not here; this device serves `{self.model_name}`"
+            raise Failure(404, message, param="model", code="model_not_found")
+
+    async def read(self, request: web.Request) -> bytes:
+        """The body, within the limits of size and time."""
+        try:
+            async with asyncio.timeout(self.settings.read_timeout_s):
+                return await request.read()
+        except TimeoutError as error:
+            message = f"the body did not arrive within {self.settings.read_timeout_s:g} s"
+            raise Failure(408, message, code="request_timeout", headers={"Connection": "close"}) from error
+        except web.RequestPayloadError as error:
+            raise bad_request("the body is not what its headers say", code="invalid_body") from error
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text; one that cannot fit is refused before it costs anything."""
+        least = len(text) // (SHRINK * self.longest_token_bytes)
+        if least > self.context_tokens:
+            raise ContextTooLong(f"the prompt has at least {least} tokens, the context {self.context_tokens}")
+        if len(text) <= INLINE_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    def render(
+        self, messages: Sequence[ChatMessage], add_generation_prompt: bool | None, variables: dict[str, Any] | None
+    ) -> str:
+        """The prompt of a conversation, by the model's own template."""
+        plain = [_plain(message) for message in messages]
+        try:
+            return self.tokenizer.render_chat(plain, add_generation_prompt is not False, None, variables)
+        except RequestRefused as error:
+            raise bad_request(str(error), param="messages") from error
+
+
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    content = message.content
+    text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
+    # `developer` is OpenAI's newer word for `system`, and the only one of the two that templates do not know.
+    role = "system" if message.role == "developer" else message.role
+    found = {"role": role, "content": text, "name": message.name, "tool_call_id": message.tool_call_id}
+    found |= {"reasoning_content": message.reasoning_content or message.reasoning}
+    return {key: value for key, value in found.items() if value is not None}

@@ -1,0 +1,162 @@
+"""The bodies that clients send.
+
+Field names and meanings are those of OpenAI and, beyond them, of vLLM. Bounds are part of the types, so the check, the
+error message and the OpenAPI document cannot disagree. The default of every field is what OpenAI documents.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+CHOICES_MAX = 128
+TEMPERATURE_MIN = 0.01  # below it, logits divided by the temperature leave the range of a float; 0 is greedy
+
+Name = Annotated[str, Meta(max_length=256)]
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Choices = Annotated[int, Meta(ge=1, le=CHOICES_MAX)]
+MaxTokens = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+MinTokens = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=10)]
+Seed = Annotated[int, Meta(ge=-INT64_MAX, le=INT64_MAX)]
+Priority = Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1000)]
+StopTexts = Annotated[list[StopText], Meta(max_length=4)]
+StopTokenIds = Annotated[list[TokenId], Meta(max_length=256)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+Off = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]  # not implemented; `check_stream` refuses true
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: Off | None = None
+    include_obfuscation: Off | None = None
+
+
+class SamplingBody(msgspec.Struct, kw_only=True):
+    """What completions and chat share."""
+
+    model: Name | None = None
+    n: Choices | None = None
+    max_tokens: MaxTokens | None = None
+    min_tokens: MinTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    stop: StopText | StopTexts | None = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
+    request_id: Name | None = None
+    # Accepted and not used: they concern a provider's books, not the answer.
+    user: str | None = None
+    session_id: str | None = None
+
+
+# A text, token ids, or a list of either. msgspec cannot tell two kinds of list apart: `prompts_of` does.
+Prompt = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    prompt: Prompt
+    logprobs: TopLogprobs | None = None
+    best_of: Literal[1] | None = None
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """A message as clients send it back, with the empty fields that an assistant's message has."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: Name | None = None
+    tool_call_id: Name | None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    function_call: None = None
+    audio: None = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    messages: Messages
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class GenerateSampling(msgspec.Struct, kw_only=True):
+    """`sampling_params` of the token route; `logprobs` 0 or 1 means the sampled token only."""
+
+    max_tokens: MaxTokens | None = None
+    min_tokens: MinTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: bool | None = None
+    logprobs: TopLogprobs | None = None
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """Token ids in, token ids out. `sampling_params` is read by itself, so that its keys are as strict."""
+
+    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    sampling_params: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
+    model: Name | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
+    request_id: Name | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Either a prompt or messages."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    model: Name | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    tokens: list[TokenId]
+    model: Name | None = None

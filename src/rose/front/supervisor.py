@@ -1,0 +1,153 @@
+"""Keeps one engine process running behind the front.
+
+The first start may fail, and then the device does not start at all: a bad model folder is the user's to mend. Later an
+engine that dies is started again, after a pause that doubles with every quick death; after `QUICK_DEATHS_MAX` of them
+in a row the supervisor gives up, and so does the device. In between, requests are refused with the reason. An engine
+that no longer answers is killed and then treated like any other dead one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rose.coserve import messages
+from rose.coserve.channel import DeviceChannel
+from rose.coserve.mailbox import Mailbox
+from rose.engines.base import EngineFacts, Request
+from rose.errors import QueueFull, RoseError, Unavailable
+
+logger = logging.getLogger("rose.front")
+
+QUICK_DEATH_S = 20.0  # an engine that lived longer had worked: its death starts a new count
+QUICK_DEATHS_MAX = 5
+PAUSE_FIRST_S = 0.25
+PAUSE_LONGEST_S = 10.0
+QUESTION_EVERY_S = 10.0
+ANSWER_WITHIN_S = 60.0  # many times the longest step; a process that is silent for longer is stuck
+COUNTERS = ("prefix_query_tokens", "prefix_hit_tokens", "preemptions", "steps", "prompt_tokens", "generated_tokens")
+LEVELS = ("running", "waiting", "kv_blocks_used", "kv_blocks_cached")
+
+
+class Supervisor:
+    """One per device. `gave_up` is set when the engine cannot be kept running."""
+
+    def __init__(self, command: messages.Start, *, on_progress: Callable[[str], None]) -> None:
+        self.gave_up: asyncio.Future[Unavailable] = asyncio.get_running_loop().create_future()
+        self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
+        self._command = command
+        self._on_progress = on_progress
+        self._channel: DeviceChannel | None = None
+        self._last_facts: EngineFacts
+        self._base_facts: EngineFacts | None = None  # counters of the engines that are gone
+        self._reason = Unavailable("the engine is starting")
+        self._closing = False
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """The first engine; raises what keeps it from starting."""
+        await self._start_engine()
+        self._keeper = asyncio.create_task(self._keep())
+
+    @property
+    def trouble(self) -> Unavailable | None:
+        """Why requests cannot be taken now."""
+        return self._reason if self._channel is None else None
+
+    @property
+    def process_id(self) -> int | None:
+        return self._channel.process_id if self._channel is not None else None
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The newest facts, with counters over all engines so far."""
+        now = self._channel.facts if self._channel is not None else self._last_facts
+        base = self._base_facts
+        if base is None:
+            return now
+        return replace(now, **{name: getattr(now, name) + getattr(base, name) for name in COUNTERS})
+
+    def submit(self, requests: Sequence[Request]) -> Mailbox:
+        """Raises Unavailable while there is no engine, QueueFull when too much is under way already."""
+        if self._channel is None or self._closing:
+            raise messages.error_of(messages.fault_of(self._reason))
+        settings = self._command.settings
+        room = settings.max_sequences + settings.max_waiting - self._channel.in_flight
+        if len(requests) > room:
+            raise QueueFull(
+                f"{self._channel.in_flight} requests are running or waiting, and {len(requests)} more are too many",
+                hint="retry a little later",
+            )
+        return self._channel.submit(requests)
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        if self._channel is not None:
+            self._channel.cancel(request_ids)
+
+    async def close(self) -> None:
+        """Stop for good: what is under way ends with Unavailable."""
+        self._closing = True
+        self._reason = Unavailable("the device is shutting down")
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _start_engine(self) -> None:
+        channel = await DeviceChannel.start(self._command, on_progress=self._on_progress)
+        channel.on_step = lambda stepped: self.on_step(stepped)
+        self._last_facts = channel.facts
+        self._channel = channel
+
+    async def _keep(self) -> None:
+        deaths = 0
+        while True:
+            born_s = time.monotonic()
+            if self._channel is not None:
+                self._mourn(await self._until_gone(self._channel))
+            deaths = deaths + 1 if time.monotonic() - born_s < QUICK_DEATH_S else 1
+            if deaths >= QUICK_DEATHS_MAX:
+                self.gave_up.set_result(
+                    Unavailable(
+                        f"the engine died {deaths} times in a row, the last time because: {self._reason.what}",
+                        hint="the lines above say more; `rose doctor` checks the machine",
+                    )
+                )
+                return
+            await asyncio.sleep(min(PAUSE_LONGEST_S, PAUSE_FIRST_S * 2 ** (deaths - 1)))
+            await self._try_again()
+
+    async def _until_gone(self, channel: DeviceChannel) -> Unavailable:
+        """Wait for the engine's end, asking now and then whether it is still there."""
+        while True:
+            await asyncio.wait([channel.gone], timeout=QUESTION_EVERY_S)
+            if channel.gone.done():
+                return channel.gone.result()
+            try:
+                await asyncio.wait_for(channel.ask(messages.GetFacts(0)), ANSWER_WITHIN_S)
+            except TimeoutError:
+                logger.error("the engine process has not answered for %.0f s; killing it", ANSWER_WITHIN_S)
+                channel.kill()
+            except RoseError:
+                pass  # it just went
+
+    def _mourn(self, reason: Unavailable) -> None:
+        logger.error("the engine is gone: %s; restarting it", reason.what)
+        self._base_facts = self.facts
+        gone: dict[str, Any] = dict.fromkeys((*COUNTERS, *LEVELS), 0)
+        self._last_facts = replace(self._base_facts, **gone)
+        self._channel = None
+        self._reason = Unavailable(f"{reason.what}; it is being restarted", hint="retry a little later")
+
+    async def _try_again(self) -> None:
+        try:
+            await self._start_engine()
+            logger.warning("the engine is running again")
+        except RoseError as error:
+            logger.error("the engine cannot be restarted: %s", error.what)
+            self._reason = Unavailable(f"the engine cannot be restarted: {error.what}")

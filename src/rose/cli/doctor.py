@@ -139,13 +139,13 @@ def dependency(name: str, is_essential: bool, remedy: str = INSTALL) -> Finding:
 
 def compile_cache() -> Finding:
     """Where numba keeps compiled kernels; without one, every start compiles again."""
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    beside = Path(__file__).parent.parent / "engines" / "embedded" / "__pycache__"
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
-    places = [Path(chosen)] if chosen else [beside, user]
-    place = next((place for place in places if _is_writable(place)), None)
     remedy = "NUMBA_CACHE_DIR=<a folder you may write>; without it every start compiles the kernels again"
-    return Finding("kernel cache", place is not None, str(place or "nowhere to write"), remedy, False)
+    try:
+        from rose.engines.embedded.compiling import cache_folder
+    except ImportError as error:
+        return Finding("kernel cache", False, f"not to be found: {error}", remedy, False)
+    place = cache_folder()
+    return Finding("kernel cache", _is_writable(place), str(place), remedy, False)
 
 
 def engine() -> Finding:

@@ -40,6 +40,7 @@ CHUNKS = (16, 64, 192, 512)
 TOKENS_MAX = 8192  # of one batch; more would only take longer
 HUBER = 0.1  # relative errors beyond this weigh less: most are another process on the machine
 
+ERROR_MAX = 0.15  # of the median; runs on a lightly shared machine came to 4-9 %, on a busy one to 46 %
 DECODE_GROUPS = (1, 4, 16, 64)  # batches up to this are shown together
 
 Shape = tuple[int, int]  # batch, context
@@ -146,11 +147,14 @@ def profile_preset(preset: str, folder: Path, arguments: Any, begun: dict[str, A
     constants = fit(samples)
     errors = np.abs(columns(samples) @ constants / np.array(list(samples.values())) - 1)
     middle, most = np.median(errors), np.quantile(errors, 0.9)
-    fitted = f"{len(samples)} step shapes on one core of {begun['cpu']}; off by {middle:.1%} (median), {most:.1%} (P90)"
+    where = f"one core of {begun['cpu']} ({begun['cores']} cores, load {begun['load_before']} before)"
+    fitted = f"{len(samples)} step shapes on {where}; off by {middle:.1%} (median), {most:.1%} (P90)"
     profile = profile_of(preset, engine, constants, fitted)
     print(f"{profile.name}: {fitted}")
-    if arguments.write:
+    if arguments.write and middle <= ERROR_MAX:
         write_profile(profile, FOLDER / f"{profile.name}.json")
+    elif arguments.write:
+        print(f"{profile.name}: not written, the fit is too far off; try again on a quieter machine")
     row = {"model": preset, "profile": profile.name, "error_median": float(middle), "error_p90": float(most)}
     row |= {name: getattr(profile, name) for name in CONSTANTS}
     return [row, *_groups(preset, profile, samples)]
@@ -190,7 +194,7 @@ def main() -> int:
     print()
     harness.print_table(rows, ("model", "case", "shapes", "step_ms", "bias", "error_median", "error_p90"))
     worst = max(row["error_median"] for row in rows if "profile" in row)
-    bars = [harness.wanted("median error of a fit", worst, 0.15, at_most=True)]
+    bars = [harness.wanted("median error of a fit", worst, ERROR_MAX, at_most=True)]
     return harness.finish(arguments, "profile_cpu", rows, bars, begun)
 
 

@@ -33,7 +33,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    max_tokens: int = 16
+    max_tokens: int = 16  # of the whole answer, what an earlier engine produced included
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """What a request has produced so far; enough to go on elsewhere."""
+    """What a request has produced so far, on this engine and before; enough to go on elsewhere."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -76,7 +76,8 @@ class Request:
 class TokenEvent:
     """What one step added to one request; the last event of a request carries its finish reason.
 
-    `cached_tokens` is set on the first event only. On "abort" the tokens of all events so far are valid.
+    `cached_tokens` is set on the first event only. A stop token is delivered, as the last one. On "abort" the
+    tokens of all events so far are valid.
     """
 
     request_id: str
@@ -192,7 +193,10 @@ class Worker(Protocol):
     """One engine as the rest of ROSE sees it. The gate is closed until the first grant."""
 
     def generate(self, request: Request) -> AsyncIterator[TokenEvent]:
-        """Events of one request, in order, the last with a finish reason. Closing the iterator cancels."""
+        """Events of one request, in order, the last with a finish reason; queued at the first iteration.
+
+        Closing the iterator cancels.
+        """
 
     async def evict(self, request_id: str) -> None:
         """End a request with "abort"; its iterator still yields everything produced so far."""
@@ -201,7 +205,7 @@ class Worker(Protocol):
         """Forget a request; its iterator ends without another event."""
 
     async def grant(self, tokens: int, sequences: int, until_s: float) -> None:
-        """Allow steps of this size until then; replaces the last grant. 0 tokens closes the gate."""
+        """Allow steps of this size until then, by the worker's clock; replaces the last grant. 0 tokens closes."""
 
     async def kv_budget(self, budget_bytes: int) -> None:
         """Hold at most this much KV memory; what no longer fits is evicted."""
@@ -210,7 +214,7 @@ class Worker(Protocol):
         """Load and verify weights from a folder beside the running ones. On failure nothing changes."""
 
     async def commit(self, version: str) -> None:
-        """Swap to the staged version between two steps."""
+        """Swap to the staged version between two steps. Raises RequestRefused if it is not staged."""
 
     async def facts(self) -> WorkerFacts: ...
 

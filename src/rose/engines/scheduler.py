@@ -192,6 +192,11 @@ class BatchScheduler:
         self.planned = []
         return events
 
+    def waiting(self, most: int) -> list[LiveRequest]:
+        """The first of those that wait, in the order in which they will be let in."""
+        entries = [entry for entry in self._waiting if self._is_waiting(entry[1])]
+        return [live for _, live in heapq.nsmallest(most, entries)]
+
     def has_work(self) -> bool:
         return bool(self._sequences)
 
@@ -269,10 +274,14 @@ class BatchScheduler:
     def _peek_waiting(self) -> LiveRequest | None:
         while self._waiting:
             sequence = self._waiting[0][1]
-            if self._sequences.get(sequence.request.request_id) is sequence and not sequence.running:
+            if self._is_waiting(sequence):
                 return sequence
             heapq.heappop(self._waiting)
         return None
+
+    def _is_waiting(self, sequence: LiveRequest) -> bool:
+        """The heap also holds those that were cancelled or evicted while they waited."""
+        return self._sequences.get(sequence.request.request_id) is sequence and not sequence.running
 
     # Planning
 

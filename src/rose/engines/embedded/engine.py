@@ -15,11 +15,11 @@ import numpy as np
 
 from rose.config.device import EngineSettings, cores_of
 from rose.engines.base import Budget, EngineFacts, Partial, Request, StepPlan, TokenEvent
-from rose.engines.blocks import BlockPool
 from rose.engines.embedded import kernels as k
+from rose.engines.embedded.memory import KvMemory, block_bytes, own_memory
 from rose.engines.embedded.runner import Runner
 from rose.engines.embedded.sampler import Sampler
-from rose.engines.embedded.weights import PackedWeights, aligned_floats, pack
+from rose.engines.embedded.weights import PackedWeights, pack
 from rose.engines.scheduler import BatchScheduler, Limits, LiveRequest
 from rose.errors import ConfigError
 from rose.models.folder import served_spec
@@ -33,26 +33,30 @@ class EmbeddedEngine:
     """One model on one core set."""
 
     def __init__(
-        self, spec: ModelSpec, weights: PackedWeights, settings: EngineSettings, *, cores: Sequence[int]
+        self,
+        spec: ModelSpec,
+        weights: PackedWeights,
+        settings: EngineSettings,
+        *,
+        cores: Sequence[int],
+        memory: KvMemory | None = None,
     ) -> None:
         self.spec = spec
         self.settings = settings
-        block_floats = k.block_floats(weights.shape)
-        blocks = settings.kv_memory_mb * MIB // (block_floats * 4)
-        context = _context_tokens(spec, settings, blocks)
+        context = _context_tokens(spec, settings)
+        memory = memory or own_memory(spec, settings.kv_memory_mb * MIB)
         limits = Limits(
             block_tokens=k.BLOCK_TOKENS,
-            block_bytes=block_floats * 4,
+            block_bytes=block_bytes(spec),
             max_context_tokens=context,
             max_sequences=settings.max_sequences,
             max_waiting=settings.max_waiting,
             vocabulary=spec.vocabulary,
             eos_token_ids=frozenset(spec.eos_token_ids),
         )
-        self.scheduler = BatchScheduler(limits, BlockPool(blocks), weights.version)
-        self._kv = aligned_floats(blocks * block_floats)
-        values = (blocks, spec.layers, 2, block_floats // (2 * spec.layers))
-        self._kv_values = self._kv.reshape(values)[:, :, 1]
+        self.scheduler = BatchScheduler(limits, memory.pool, weights.version)
+        self._kv = memory.floats
+        self._kv_values = self._kv.reshape(memory.pool.capacity, spec.layers, 2, -1)[:, :, 1]
         self._block_table = np.zeros((settings.max_sequences, -(-context // k.BLOCK_TOKENS)), np.int32)
         self._runner = Runner(
             spec,
@@ -68,12 +72,18 @@ class EmbeddedEngine:
 
     @classmethod
     def load(
-        cls, folder: Path | str, settings: EngineSettings | None = None, *, device: str = "cpu:0", version: str = "0"
+        cls,
+        folder: Path | str,
+        settings: EngineSettings | None = None,
+        *,
+        device: str = "cpu:0",
+        version: str = "0",
+        memory: KvMemory | None = None,
     ) -> EmbeddedEngine:
         """Load a Hugging Face folder. Raises ModelError or ConfigError."""
         spec = served_spec(Path(folder))
         weights = pack(spec, open_tensors(folder), version)
-        engine = cls(spec, weights, settings or EngineSettings(), cores=cores_of(device))
+        engine = cls(spec, weights, settings or EngineSettings(), cores=cores_of(device), memory=memory)
         engine._warm_up()
         return engine
 
@@ -117,8 +127,9 @@ class EmbeddedEngine:
 
     def _warm_up(self) -> None:
         """Compile (or load what an earlier start compiled) now, rather than under the first request."""
-        rows = np.zeros(1, np.int64)
-        logits = self._runner.run(rows, np.array([[0, 1, 0, 0]], np.int64), self._block_table, self._kv, rows)
+        rows, segment = np.zeros(1, np.int64), np.array([[0, 1, 0, 0]], np.int64)
+        one_block = np.zeros(block_bytes(self.spec) // 4, np.float32)
+        logits = self._runner.run(rows, segment, self._block_table, one_block, rows)
         self._sampler.draw([LiveRequest(Request("", (0,)), 0, [0], [], [])], logits)
 
     def _compute(self, planned: Sequence[tuple[LiveRequest, int]]) -> tuple[Any, list[LiveRequest]]:
@@ -148,12 +159,13 @@ class EmbeddedEngine:
         live.prepared_blocks = len(live.blocks)
 
 
-def _context_tokens(spec: ModelSpec, settings: EngineSettings, blocks: int) -> int:
+def _context_tokens(spec: ModelSpec, settings: EngineSettings) -> int:
     """The context served; KV memory must hold at least one request of that length."""
     wanted = min(spec.max_context_tokens, settings.max_context_tokens or spec.max_context_tokens)
-    if blocks * k.BLOCK_TOKENS < wanted:
+    held = settings.kv_memory_mb * MIB // block_bytes(spec) * k.BLOCK_TOKENS
+    if held < wanted:
         raise ConfigError(
-            f"{settings.kv_memory_mb} MiB of KV memory hold {blocks * k.BLOCK_TOKENS} tokens of this model, "
+            f"{settings.kv_memory_mb} MiB of KV memory hold {held} tokens of this model, "
             f"less than one context of {wanted}",
             hint="raise engine.kv_memory_mb or lower engine.max_context_tokens",
         )

@@ -13,8 +13,6 @@ multiplied by zero rather than skipped.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import cfunc
 
@@ -302,7 +300,3 @@ def logits_of(product, shape, tail, weight_floats, x, rows, normed, logits):
         rms_norm(_row(x, rows[i]), weights + tail[FINAL_NORM], _row(normed, i), hidden, weights + tail[HIDDEN_SCALE])
     head, zeros = weights + tail[HEAD_WEIGHT], weights + tail[ZEROS]
     _linear(product, shape[BF16], normed, 0, rows.shape[0], head, hidden, shape[VOCABULARY], zeros, 0, logits)
-
-
-def block_floats(shape: np.ndarray[Any, Any]) -> int:
-    return int(shape[LAYERS] * 2 * shape[KV_HEADS] * shape[HEAD] * BLOCK_TOKENS)

@@ -130,7 +130,7 @@ def test_a_journal_is_read_aloud(tmp_path, capsys):
     assert cli.main(["journal", "replay", str(journal_of(tmp_path, 4))]) == 0
     said = capsys.readouterr().out
     assert "1.000000 s  StepFeatures  new_tokens=1" in said
-    assert "-> Grant  tokens=1 sequences=1 until_s=9.0  because serving is idle" in said
+    assert "-> Grant  tokens=1 sequences=1 until_s=9.0 step_s_max=inf  because serving is idle" in said
     assert said.endswith("4 facts and 2 decisions in 1 file(s); every whole line reads back.\n")
 
 

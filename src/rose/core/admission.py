@@ -1,0 +1,288 @@
+"""May rollouts run a step now, and how large a one. One `Admission` per device, asked before every step.
+
+`idle`    only while serving has no work. Who arrives waits for the rest of one step, which is kept short.
+`decode`  also between decode steps: up to a share of every running request's budget for its next token, and to all of
+          it should a typical prompt come and share serving's next step. Never while a prompt waits; never if a typical
+          request that came now would then miss its share of the TTFT budget; not while more than half the seats are
+          taken; and for some seconds after a typical request was predicted to need half its budget, only as `idle`.
+`paper`   while every known request and the next typical one keep any slack at all; whole steps or none.
+
+Time is turned into a step by the rollout model's upper estimate: all sequences that decode and as many prompt tokens as
+fit, or, if not even those fit, fewer sequences. While serving has work, a smaller step must be nearly as efficient as
+a full one: where fixed costs dominate, many small steps would take serving's time and give little.
+
+A grant says until when its step may *start*, so that however late it starts and however many follow, the last one ends,
+by its upper estimate, before the time that was allowed is over.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rose.core.breaker import Breaker
+from rose.core.decisions import Grant
+from rose.core.facts import RolloutView, ServingView, StepFeatures
+from rose.core.latency import LatencyModel
+from rose.core.slo import (
+    Budgets,
+    Outlook,
+    PromptLengths,
+    arrival_slack_s,
+    decode_slack_s,
+    look_ahead,
+    prefill_slack_s,
+)
+from rose.errors import ConfigError
+
+Mode = Literal["idle", "decode", "paper"]
+MODES: tuple[Mode, ...] = ("idle", "decode", "paper")
+
+SHRINK_TRIES = 4  # each a fifth smaller than the last
+START_GRACE_S = 0.0005  # from a decision to its step's start, in a loop that does both
+
+
+@dataclass(frozen=True, slots=True)
+class LendingLimits:
+    """Sizes and thresholds. The first four are the engines' own."""
+
+    serving_step_tokens: int = 512
+    rollout_step_tokens: int = 512
+    rollout_sequences: int = 64
+    serving_sequences: int = 64
+    # Serving that uses 60 % of its TTFT budget alone has 25 left to the 85 that are wanted; a step that misses its
+    # estimate may take double, so a tenth leaves room for one.
+    block_share: float = 0.1
+    efficiency_min: float = 0.8
+    # Requests whose tokens come later live longer and pile up; half the seats stay free for those who come in a burst.
+    running_share: float = 0.5
+    latch_share: float = 0.5
+    latch_s: float = 3.0
+    switch_s: float = 0.0003
+
+    def __post_init__(self) -> None:
+        steps, seats = (
+            (self.serving_step_tokens, self.rollout_step_tokens),
+            (self.serving_sequences, self.rollout_sequences),
+        )
+        if min(*steps, *seats) < 1:
+            raise ConfigError("a step of no tokens or no sequences cannot run", hint="give sizes of 1 and more")
+        for name in ("block_share", "efficiency_min", "running_share", "latch_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, but it is a share", hint="give more than 0, up to 1"
+                )
+        if min(self.latch_s, self.switch_s) < 0:
+            raise ConfigError("latch_s and switch_s are durations and cannot be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A rollout step of so many decoding sequences and prompt tokens."""
+
+    decodes: int
+    prompt_tokens: int
+    context_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prompt_tokens
+
+    @property
+    def features(self) -> StepFeatures:
+        prompt, cached = self.prompt_tokens, self.decodes * (self.context_tokens + 1)
+        prompts = 1 if prompt else 0
+        depth = prompts * self.context_tokens  # a turn's new prompt comes after the turns before it
+        by_context = cached + prompt * depth + prompt * (prompt + 1) // 2
+        return StepFeatures(self.tokens, cached + depth + prompt, by_context, self.decodes + prompts)
+
+
+class Admission:
+    """Tell it of every prompt that comes (`prompts.observe`); ask `decide` before every step; obey."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        budgets: Budgets,
+        serving: LatencyModel,
+        rollout: LatencyModel,
+        limits: LendingLimits | None = None,
+        breaker: Breaker | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"there is no admission mode {mode!r}", hint=f"choose one of {', '.join(MODES)}")
+        self.mode = mode
+        self.budgets = budgets
+        self.serving = serving
+        self.rollout = rollout
+        self.limits = limits or LendingLimits()
+        self.breaker = breaker
+        self.prompts = PromptLengths()
+        self._latched_until_s = -math.inf
+
+    def decide(self, view: ServingView, rollout: RolloutView, now_s: float) -> Grant:
+        if not (self.serving.is_calibrated and self.rollout.is_calibrated):
+            return _closed(now_s, "step times are not profiled yet")
+        stopped = self.breaker.why_stopped(now_s) if self.breaker is not None else None
+        outlook = look_ahead(view, self.serving, self.limits.serving_step_tokens, self.prompts.typical_tokens)
+        self._latch(outlook, now_s)
+        if stopped is not None:
+            return _closed(now_s, stopped)
+        full = self._full_step(rollout)
+        if full.tokens == 0:
+            return _closed(now_s, "rollouts have nothing to run")
+        if self.mode == "paper":
+            return self._by_dual_slack(view, outlook, full, now_s)
+        if view.is_idle:
+            return self._grant(full, self.block_s - self.limits.switch_s, now_s, "serving has no work", is_idle=True)
+        if self.mode == "idle":
+            return _closed(now_s, "serving has work")
+        return self._by_decode_slack(view, outlook, full, now_s)
+
+    @property
+    def block_s(self) -> float:
+        """The longest that a request may find the device taken by a rollout step, by its upper estimate."""
+        return self.limits.block_share * self.budgets.ttft_s
+
+    def is_latched(self, now_s: float) -> bool:
+        return now_s < self._latched_until_s
+
+    def expected_s(self, grant: Grant, rollout: RolloutView) -> float:
+        """About how long the granted step takes; for dry runs and reports."""
+        decodes = min(rollout.decoding, grant.sequences, grant.tokens)
+        step = _Step(decodes, min(rollout.prompt_tokens, grant.tokens - decodes), rollout.context_tokens)
+        return self.rollout.predict(step.features) + self.limits.switch_s
+
+    # The rules
+
+    def _latch(self, outlook: Outlook, now_s: float) -> None:
+        if outlook.next_ttft_s(self.prompts.typical_tokens) > self.limits.latch_share * self.budgets.ttft_s:
+            self._latched_until_s = now_s + self.limits.latch_s
+
+    def _by_decode_slack(self, view: ServingView, outlook: Outlook, full: _Step, now_s: float) -> Grant:
+        if view.waiting:
+            return _closed(now_s, "a prompt waits")
+        if self.is_latched(now_s):
+            return _closed(now_s, "overload: only while serving has no work")
+        if len(view.running) > self.limits.running_share * self.limits.serving_sequences:
+            return _closed(now_s, "many requests are decoding: they must not live longer")
+        share, typical_tokens = self.budgets.slack_share, self.prompts.typical_tokens
+        gap_s = min(
+            decode_slack_s(view, outlook, share * self.budgets.tpot_s, now_s),
+            arrival_slack_s(view, outlook, self.budgets.tpot_s, typical_tokens, now_s),
+        )
+        guard_s = share * self.budgets.ttft_s - outlook.next_ttft_s(typical_tokens)
+        allowed_s = min(gap_s, guard_s, self.block_s) - self.limits.switch_s
+        reason = "slack between decode steps" if gap_s <= guard_s else "slack before the next request"
+        return self._grant(full, allowed_s, now_s, reason, is_idle=False)
+
+    def _by_dual_slack(self, view: ServingView, outlook: Outlook, full: _Step, now_s: float) -> Grant:
+        budgets = self.budgets
+        allowed_s = min(
+            prefill_slack_s(view, outlook, budgets.ttft_s, now_s),
+            decode_slack_s(view, outlook, budgets.tpot_s, now_s),
+            budgets.ttft_s - outlook.next_ttft_s(self.prompts.typical_tokens),
+        )
+        step_s = self.rollout.predict(full.features)
+        if step_s >= allowed_s:
+            return _closed(now_s, "no slack for a whole step")
+        return Grant(full.tokens, self._sequences(full), now_s + allowed_s - step_s, "both slacks", allowed_s)
+
+    # From time to a step
+
+    def _full_step(self, rollout: RolloutView) -> _Step:
+        tokens = self.limits.rollout_step_tokens
+        decodes = min(rollout.decoding, self.limits.rollout_sequences, tokens)
+        room = tokens - decodes if decodes < self.limits.rollout_sequences else 0
+        return _Step(decodes, min(rollout.prompt_tokens, room), rollout.context_tokens)
+
+    def _grant(self, full: _Step, allowed_s: float, now_s: float, reason: str, *, is_idle: bool) -> Grant:
+        step_s_max = allowed_s - START_GRACE_S
+        step = self._largest(full, step_s_max)
+        if step is None:
+            return _closed(now_s, f"no step fits: {reason}")
+        if step is not full and not is_idle and not self._is_efficient(step, full):
+            return _closed(now_s, f"only an inefficient step fits: {reason}")
+        until_s = now_s + allowed_s - self.rollout.upper(step.features)
+        return Grant(step.tokens, self._sequences(step), until_s, reason, step_s_max)
+
+    def _largest(self, full: _Step, step_s_max: float) -> _Step | None:
+        """`full` itself if it fits; else fewer prompt tokens; else fewer sequences."""
+        full_s = self.rollout.upper(full.features)
+        if full_s <= step_s_max:
+            return full
+        decodes = _Step(full.decodes, 0, full.context_tokens)
+        decodes_s = self.rollout.upper(decodes.features)
+        if decodes_s <= step_s_max:
+            fewer = self._most(decodes, full, decodes_s, full_s, step_s_max)
+        else:
+            one = _Step(1, 0, full.context_tokens)
+            fewer = self._most(one, decodes, self.rollout.upper(one.features), decodes_s, step_s_max)
+        return fewer if fewer is not None and fewer.tokens else None
+
+    def _most(self, small: _Step, large: _Step, small_s: float, large_s: float, step_s_max: float) -> _Step | None:
+        """Between a step that should fit and one that does not: first as if time were linear in size, then less."""
+        if small_s > step_s_max:
+            return None
+        share = (step_s_max - small_s) / (large_s - small_s)
+        for _ in range(SHRINK_TRIES):
+            between = _Step(
+                small.decodes + int(share * (large.decodes - small.decodes)),
+                small.prompt_tokens + int(share * (large.prompt_tokens - small.prompt_tokens)),
+                small.context_tokens,
+            )
+            if self.rollout.upper(between.features) <= step_s_max:
+                return between
+            share *= 0.8
+        return small
+
+    def _is_efficient(self, step: _Step, full: _Step) -> bool:
+        """Work per second against a full step's; a token is worth what it costs in a batch of its kind."""
+        context = full.context_tokens
+        decode_s = self.rollout.predict(_Step(full.decodes, 0, context).features) / max(1, full.decodes)
+        prompt_s = self.rollout.predict(_Step(0, full.prompt_tokens, context).features) / max(1, full.prompt_tokens)
+        rates = [
+            (decode_s * taken.decodes + prompt_s * taken.prompt_tokens)
+            / (self.rollout.predict(taken.features) + self.limits.switch_s)
+            for taken in (step, full)
+        ]
+        return rates[0] >= self.limits.efficiency_min * rates[1]
+
+    def _sequences(self, step: _Step) -> int:
+        return self.limits.rollout_sequences if step.prompt_tokens else step.decodes
+
+
+def _closed(now_s: float, reason: str) -> Grant:
+    return Grant(0, 0, now_s, reason, 0.0)
+
+
+class DryRun:
+    """Decides as lending would and runs nothing; adds up the tokens that would have been harvested.
+
+    Time between two decisions while serving has no work counts as full of steps; beside decoding a decision counts as
+    one step. That the steps would have changed serving's own pace is not modelled.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.tokens = 0
+        self.lent_s = 0.0
+        self._pending: tuple[int, float, bool, float] | None = None
+
+    def decide(self, view: ServingView, rollout: RolloutView, now_s: float) -> Grant:
+        """The grant that would have been given; what it would have given is added when the next one is asked for."""
+        self._settle(now_s)
+        grant = self.admission.decide(view, rollout, now_s)
+        if grant.is_open(now_s):
+            self._pending = (grant.tokens, self.admission.expected_s(grant, rollout), view.is_idle, now_s)
+        return Grant(0, 0, now_s, f"dry run: {grant.reason}", 0.0)
+
+    def _settle(self, now_s: float) -> None:
+        if self._pending is None:
+            return
+        tokens, step_s, was_idle, since_s = self._pending
+        steps = int((now_s - since_s) / step_s) if was_idle and step_s > 0 else 1
+        self.tokens += steps * tokens
+        self.lent_s += steps * step_s
+        self._pending = None

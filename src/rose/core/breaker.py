@@ -1,0 +1,123 @@
+"""The circuit breaker of one device: lending stops by itself when serving suffers, whatever the reason.
+
+It counts by the second, over the last minute: lent steps and those longer than their upper estimate, deadlines missed
+that serving alone would have met, and requests that kept their budgets. One step in a hundred may be late by design, so
+late steps count as a share; a deadline lost to lending counts one by one. It resumes after a cool-down, which doubles
+while it keeps tripping, or when the owner says so. The owner's pause ends only by the owner.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+WINDOW_S = 60.0
+COOL_DOWN_FACTOR_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerLimits:
+    """Crossing any of these within a minute stops lending."""
+
+    late_share_max: float = 0.1  # ten times what the upper estimate promises
+    late_steps_min: int = 10  # fewer prove nothing
+    deadlines_lost_max: int = 3
+    attainment_min: float = 0.95
+    requests_min: int = 20  # fewer prove nothing
+    cool_down_s: float = 60.0
+
+
+@dataclass(slots=True)
+class _Second:
+    second: int
+    lent: int = 0
+    late: int = 0
+    lost: int = 0
+    requests: int = 0
+    attained: int = 0
+
+
+class Breaker:
+    """Tell it what happened; ask `why_stopped` before lending."""
+
+    def __init__(self, limits: BreakerLimits | None = None) -> None:
+        self.limits = limits or BreakerLimits()
+        self.trips = 0
+        self._seconds: deque[_Second] = deque()
+        self._total = _Second(0)
+        self._paused: str | None = None
+        self._tripped: str | None = None
+        self._until_s = 0.0
+        self._factor = 1
+
+    # What happened
+
+    def lent(self, now_s: float, *, is_late: bool) -> None:
+        self._count(now_s, lent=1, late=int(is_late))
+
+    def deadline_lost(self, now_s: float) -> None:
+        self._count(now_s, lost=1)
+
+    def finished(self, now_s: float, *, is_attained: bool) -> None:
+        self._count(now_s, requests=1, attained=int(is_attained))
+
+    def pause(self, why: str = "paused by the owner") -> None:
+        self._paused = why
+
+    def resume(self) -> None:
+        """By the owner: at once, with a clean slate."""
+        self._paused = self._tripped = None
+        self._factor = 1
+        self._forget()
+
+    # Whether to lend
+
+    def why_stopped(self, now_s: float) -> str | None:
+        """The reason not to lend now, or None."""
+        if self._tripped is not None and now_s >= self._until_s:
+            self._tripped = None
+            self._forget()
+        if self._tripped is None:
+            self._expire(now_s)
+            reason = self._crossed()
+            if reason is not None:
+                self._trip(reason, now_s)
+            elif self._seconds and now_s >= self._until_s + WINDOW_S:
+                self._factor = 1
+        return self._paused or self._tripped
+
+    def _trip(self, reason: str, now_s: float) -> None:
+        self.trips += 1
+        self._tripped = f"circuit breaker: {reason}"
+        self._until_s = now_s + self.limits.cool_down_s * self._factor
+        self._factor = min(COOL_DOWN_FACTOR_MAX, 2 * self._factor)
+
+    def _crossed(self) -> str | None:
+        total, limits = self._total, self.limits
+        if total.lost > limits.deadlines_lost_max:
+            return f"{total.lost} deadlines lost to lending in a minute"
+        if total.late >= limits.late_steps_min and total.late > limits.late_share_max * total.lent:
+            return f"{total.late} of {total.lent} lent steps longer than their estimate in a minute"
+        if total.requests >= limits.requests_min and total.attained < limits.attainment_min * total.requests:
+            return f"{total.attained} of {total.requests} requests kept their budgets in a minute"
+        return None
+
+    # Counting
+
+    def _count(self, now_s: float, **changes: int) -> None:
+        second = int(now_s)
+        if not self._seconds or self._seconds[-1].second < second:
+            self._seconds.append(_Second(second))
+        for name, change in changes.items():
+            for counted in (self._seconds[-1], self._total):
+                setattr(counted, name, getattr(counted, name) + change)
+
+    def _expire(self, now_s: float) -> None:
+        while self._seconds and self._seconds[0].second < now_s - WINDOW_S:
+            gone = self._seconds.popleft()
+            for name in ("lent", "late", "lost", "requests", "attained"):
+                setattr(self._total, name, getattr(self._total, name) - getattr(gone, name))
+
+    def _forget(self) -> None:
+        self._seconds.clear()
+        self._total = _Second(0)

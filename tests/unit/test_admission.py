@@ -1,0 +1,328 @@
+"""Admission, told as stories: what serving looks like, what rollouts want, what is granted and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from tests.sim.models import learnt
+
+from rose.core.admission import START_GRACE_S, Admission, DryRun, LendingLimits, Mode
+from rose.core.breaches import Ledger
+from rose.core.breaker import Breaker, BreakerLimits
+from rose.core.decisions import Grant
+from rose.core.facts import RolloutView, RunningRequest, ServingView, StepFeatures, WaitingRequest
+from rose.core.latency import LatencyModel
+from rose.core.slo import Budgets
+from rose.errors import ConfigError
+
+NOW_S = 100.0
+BUDGETS = Budgets(ttft_s=0.5, tpot_s=0.15)
+ROLLOUT = RolloutView(decoding=32, prompt_tokens=400, context_tokens=100)
+IDLE = ServingView(1)
+LIMITS = LendingLimits(switch_s=0.0)
+
+
+def serving_cost(features: StepFeatures) -> float:
+    return 0.001 + 80e-6 * features.new_tokens
+
+
+def rollout_cost(features: StepFeatures) -> float:
+    return 0.0001 + 30e-6 * features.new_tokens + 8e-6 * features.sequences
+
+
+SERVING, CHEAP = learnt(serving_cost), learnt(rollout_cost)
+DEAR = learnt(lambda features: 0.03 + 30e-6 * features.new_tokens)  # mostly fixed cost
+
+
+def admission(mode: Mode, rollout: LatencyModel = CHEAP, budgets: Budgets = BUDGETS, **others: object) -> Admission:
+    limits = dataclasses.replace(LIMITS, **others)  # type: ignore[arg-type]
+    made = Admission(mode, budgets, SERVING, rollout, limits)
+    for _ in range(100):
+        made.prompts.observe(100)
+    return made
+
+
+def decoding(*ages_s: float, context: int = 100) -> ServingView:
+    return ServingView(1, (), tuple(RunningRequest(NOW_S - age_s, context) for age_s in ages_s))
+
+
+def waiting(*tokens: int, running: int = 0) -> ServingView:
+    requests = tuple(WaitingRequest(NOW_S - 0.01, left) for left in tokens)
+    return ServingView(1, requests, decoding(*[0.001] * running).running)
+
+
+@pytest.mark.parametrize(
+    "story, mode, view, is_open, reason",
+    [
+        ("idle lends an idle device", "idle", IDLE, True, "serving has no work"),
+        ("idle keeps one that decodes", "idle", decoding(0.001), False, "serving has work"),
+        ("idle keeps one with a prompt", "idle", waiting(100), False, "serving has work"),
+        ("decode lends an idle device", "decode", IDLE, True, "serving has no work"),
+        ("decode lends between tokens", "decode", decoding(0.001, 0.01), True, "slack between decode steps"),
+        ("decode keeps off a prompt", "decode", waiting(10), False, "a prompt waits"),
+        ("decode keeps off a prompt beside decodes", "decode", waiting(10, running=3), False, "a prompt waits"),
+        ("decode waits for a late token", "decode", decoding(0.001, 0.104), False, "no step fits"),
+        ("paper lends beside a prompt", "paper", waiting(100), True, "both slacks"),
+        ("paper keeps off a full queue", "paper", waiting(*[500] * 12), False, "no slack for a whole step"),
+        ("paper keeps off a late token", "paper", decoding(0.148), False, "no slack for a whole step"),
+    ],
+)
+def test_who_may_run(story, mode, view, is_open, reason):
+    grant = admission(mode).decide(view, ROLLOUT, NOW_S)
+    assert grant.is_open(NOW_S) is is_open, story
+    assert reason in grant.reason
+
+
+@pytest.mark.parametrize("mode", ["idle", "decode", "paper"])
+def test_without_rollouts_or_a_profile_the_gate_is_closed(mode):
+    assert admission(mode).decide(IDLE, RolloutView(), NOW_S).reason == "rollouts have nothing to run"
+    unprofiled = Admission(mode, BUDGETS, SERVING, LatencyModel())
+    assert unprofiled.decide(IDLE, ROLLOUT, NOW_S).reason == "step times are not profiled yet"
+
+
+def test_a_full_step_is_all_decodes_and_prompts_up_to_the_limit():
+    grant = admission("idle").decide(IDLE, ROLLOUT, NOW_S)
+    assert (grant.tokens, grant.sequences) == (432, 64)
+    assert admission("idle", rollout_step_tokens=64).decide(IDLE, ROLLOUT, NOW_S).tokens == 64
+    only_decodes = dataclasses.replace(ROLLOUT, prompt_tokens=0)
+    assert admission("idle").decide(IDLE, only_decodes, NOW_S).sequences == 32
+    crowd = dataclasses.replace(ROLLOUT, decoding=200)
+    assert (g := admission("idle").decide(IDLE, crowd, NOW_S)).tokens == g.sequences == 64
+
+
+@pytest.mark.parametrize("block_share", [0.002, 0.005, 0.01, 0.02, 0.1])
+def test_who_arrives_is_blocked_for_a_bounded_time(block_share):
+    """However short that is, the step that is granted fits by its upper estimate, and is not needlessly small."""
+    lender = admission("idle", block_share=block_share)
+    grant = lender.decide(IDLE, ROLLOUT, NOW_S)
+    limit_s = block_share * BUDGETS.ttft_s
+    assert lender.block_s == limit_s and grant.step_s_max == limit_s - START_GRACE_S
+    if grant.tokens:
+        assert lender.expected_s(grant, ROLLOUT) <= grant.step_s_max
+        assert grant.tokens == 432 or lender.expected_s(grant, ROLLOUT) > 0.3 * grant.step_s_max
+
+
+def test_the_block_limit_holds_beside_decoding_too():
+    lender = admission("decode", budgets=Budgets(0.5, 5.0), block_share=0.01, efficiency_min=0.01)
+    grant = lender.decide(decoding(0.001), ROLLOUT, NOW_S)
+    assert grant.is_open(NOW_S) and grant.step_s_max <= lender.block_s == 0.005
+
+
+def test_a_step_that_starts_last_still_ends_in_time():
+    lender, view = admission("decode"), decoding(0.05, 0.09)
+    grant = lender.decide(view, ROLLOUT, NOW_S)
+    assert grant.until_s > NOW_S
+    next_step_s = serving_cost(StepFeatures(2, 202, 202, 2))
+    deadline_s = NOW_S - 0.09 + 0.7 * BUDGETS.tpot_s
+    assert grant.until_s + lender.expected_s(grant, ROLLOUT) + next_step_s <= deadline_s
+
+
+def test_the_share_is_of_the_budget_not_of_what_is_left():
+    shares = (0.5, 0.7, 0.9)
+    late = decoding(0.08)
+    given = [admission("decode", budgets=Budgets(0.5, 0.15, share)).decide(late, ROLLOUT, NOW_S) for share in shares]
+    assert [grant.is_open(NOW_S) for grant in given] == [False, True, True]
+
+
+def test_the_guard_keeps_room_for_the_next_request():
+    """100 requests of 100 tokens were seen; then prompts grow until one of them would need most of the budget."""
+    lender = admission("decode", latch_share=1.0)
+    assert lender.decide(decoding(0.001), ROLLOUT, NOW_S).is_open(NOW_S)
+    for _ in range(1000):
+        lender.prompts.observe(4400)
+    assert "no step fits" in (closed := lender.decide(decoding(0.001), ROLLOUT, NOW_S)).reason
+    assert "next request" in closed.reason
+
+
+def test_requests_do_not_pile_up():
+    crowd = decoding(*[0.001] * 33)
+    assert "live longer" in admission("decode").decide(crowd, ROLLOUT, NOW_S).reason
+    assert admission("decode", running_share=1.0).decide(crowd, ROLLOUT, NOW_S).is_open(NOW_S)
+
+
+def test_overload_latches_for_seconds_and_idle_goes_on():
+    lender = admission("decode")
+    lender.decide(waiting(*[500] * 8), ROLLOUT, NOW_S)
+    later_s = NOW_S + LIMITS.latch_s - 0.01
+    fresh = ServingView(2, (), (RunningRequest(later_s - 0.001, 100),))
+    assert "overload" in lender.decide(fresh, ROLLOUT, later_s).reason
+    assert lender.decide(IDLE, ROLLOUT, later_s).is_open(later_s)
+    after_s = NOW_S + LIMITS.latch_s
+    fresh = ServingView(3, (), (RunningRequest(after_s - 0.001, 100),))
+    assert lender.decide(fresh, ROLLOUT, after_s).is_open(after_s)
+
+
+def test_a_small_step_must_be_nearly_as_efficient_as_a_full_one():
+    """30 ms of fixed cost: in 36 ms a part of a step fits, but beside serving it is not worth its time."""
+    view = decoding(0.068)
+    closed = admission("decode", DEAR).decide(view, ROLLOUT, NOW_S)
+    assert "inefficient" in closed.reason and not closed.is_open(NOW_S)
+    assert admission("decode", DEAR, efficiency_min=0.01).decide(view, ROLLOUT, NOW_S).is_open(NOW_S)
+    assert admission("idle", DEAR, block_share=0.075).decide(IDLE, ROLLOUT, NOW_S).is_open(NOW_S), "nobody loses"
+
+
+def test_a_tripped_breaker_closes_the_gate():
+    lender = admission("idle")
+    lender.breaker = Breaker()
+    lender.breaker.pause("paused by the owner")
+    assert lender.decide(IDLE, ROLLOUT, NOW_S) == Grant(0, 0, NOW_S, "paused by the owner", 0.0)
+    lender.breaker.resume()
+    assert lender.decide(IDLE, ROLLOUT, NOW_S).is_open(NOW_S)
+
+
+def test_a_dry_run_grants_nothing_and_adds_up_what_it_would_have():
+    dry = DryRun(admission("decode"))
+    assert not dry.decide(IDLE, ROLLOUT, NOW_S).is_open(NOW_S)
+    assert dry.tokens == 0
+    decodes = ServingView(2, (), (RunningRequest(NOW_S + 0.999, 100),))
+    dry.decide(decodes, ROLLOUT, NOW_S + 1)  # a second without serving work: full of steps
+    step_s = rollout_cost(StepFeatures(432, 0, 0, 33))
+    assert dry.tokens == pytest.approx(432 / step_s, rel=0.2)
+    before = dry.tokens
+    dry.decide(waiting(10), ROLLOUT, NOW_S + 2)  # one step beside decoding, however long the view lasted
+    assert dry.tokens == before + 432
+    dry.decide(IDLE, ROLLOUT, NOW_S + 3)
+    assert dry.tokens == before + 432
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"block_share": 0.0}, {"efficiency_min": 2.0}, {"rollout_sequences": 0}, {"latch_s": -1.0}, {"latch_share": 1.1}],
+)
+def test_limits_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ConfigError):
+        LendingLimits(**wrong)
+    with pytest.raises(ConfigError, match="choose one of"):
+        Admission("always", BUDGETS, SERVING, CHEAP)  # type: ignore[arg-type]
+
+
+# The ledger
+
+
+def test_a_step_longer_than_its_estimate_is_a_breach():
+    ledger = Ledger(BUDGETS)
+    assert ledger.lent(1.0, 1.01, upper_s=0.02) is None
+    breach = ledger.lent(2.0, 2.06, upper_s=0.02)
+    assert breach is not None and breach.kind == "step"
+    assert (breach.limit_s, breach.actual_s) == (0.02, pytest.approx(0.06))
+    assert ledger.breaches == 1 and ledger.total_lent_s == pytest.approx(0.07)
+
+
+@pytest.mark.parametrize(
+    "story, lent, first_token_s, is_breach",
+    [
+        ("in time", [(9.9, 10.1)], 10.5, False),
+        ("late by what was lent", [(9.9, 10.1)], 10.55, True),
+        ("late anyway", [(9.9, 10.1)], 10.7, False),
+        ("lent before it came", [(9.0, 10.0)], 10.55, False),
+        ("two steps while it waited", [(10.0, 10.1), (10.2, 10.3)], 10.69, True),
+    ],
+)
+def test_a_late_first_token_is_a_breach_if_alone_it_were_not(story, lent, first_token_s, is_breach):
+    ledger = Ledger(BUDGETS)
+    ledger.lent(*lent[0], upper_s=math.inf)
+    ledger.arrived("a", 10.0)
+    for step in lent[1:]:
+        ledger.lent(*step, upper_s=math.inf)
+    assert (ledger.first_token("a", first_token_s) is not None) is is_breach, story
+    assert ledger.finished("a", 1, first_token_s) is None
+    assert ledger.open_accounts == 0
+
+
+def test_slow_tokens_are_a_breach_if_alone_they_were_not():
+    ledger = Ledger(BUDGETS)
+    for name in ("a", "b"):
+        ledger.arrived(name, 0.0)
+        ledger.first_token(name, 0.1)
+    ledger.lent(0.1, 0.6, upper_s=math.inf)
+    breach = ledger.finished("a", 6, 0.1 + 5 * 0.2)
+    assert breach is not None and breach.kind == "tpot" and breach.lent_s == pytest.approx(0.1)
+    assert ledger.finished("b", 6, 0.1 + 5 * 0.3) is None
+
+
+def test_a_queue_held_up_by_lending_is_a_breach_for_those_who_join_it():
+    ledger = Ledger(BUDGETS)
+    ledger.arrived("a", 0.0)
+    ledger.lent(0.0, 0.3, upper_s=math.inf)
+    ledger.arrived("b", 0.3)
+    assert ledger.first_token("a", 0.6) is not None
+    breach = ledger.first_token("b", 0.9)
+    assert breach is not None and breach.lent_s == pytest.approx(0.3)
+
+
+def test_more_company_left_by_earlier_lending_is_doubtful():
+    ledger = Ledger(BUDGETS)
+    ledger.arrived("a", 0.0)
+    ledger.first_token("a", 0.1)
+    ledger.lent(0.1, 0.3, upper_s=math.inf)
+    ledger.arrived("b", 0.3)
+    assert ledger.first_token("b", 0.9) is None
+    assert (ledger.doubtful, ledger.breaches) == (1, 0)
+
+
+def test_a_request_that_is_gone_leaves_no_account():
+    ledger = Ledger(BUDGETS)
+    ledger.arrived("a", 0.0)
+    ledger.gone("a")
+    ledger.gone("never came")
+    assert ledger.open_accounts == 0
+    ledger.lent(0.0, 0.5, upper_s=math.inf)
+    ledger.arrived("b", 1.0)
+    assert ledger.first_token("b", 1.7) is None, "nobody was waiting while that was lent"
+
+
+# The breaker
+
+
+def test_the_breaker_trips_by_lost_deadlines_and_cools_down():
+    breaker = Breaker()
+    for _ in range(breaker.limits.deadlines_lost_max):
+        breaker.deadline_lost(1.0)
+    assert breaker.why_stopped(1.0) is None
+    breaker.deadline_lost(2.0)
+    assert "4 deadlines lost" in (breaker.why_stopped(2.0) or "")
+    assert breaker.why_stopped(61.9) is not None
+    assert breaker.why_stopped(62.0) is None
+    assert breaker.trips == 1
+
+
+def test_what_is_older_than_a_minute_does_not_count():
+    breaker = Breaker()
+    for now_s in (1.0, 2.0, 3.0, 70.0):
+        breaker.deadline_lost(now_s)
+    assert breaker.why_stopped(70.0) is None
+
+
+def test_the_cool_down_doubles_while_it_keeps_tripping_and_the_owner_ends_it():
+    breaker = Breaker(BreakerLimits(deadlines_lost_max=0))
+    breaker.deadline_lost(0.0)
+    assert breaker.why_stopped(0.0)
+    breaker.deadline_lost(60.0)
+    assert breaker.why_stopped(60.0) is None, "a clean slate after a cool-down"
+    breaker.deadline_lost(61.0)
+    assert breaker.why_stopped(61.0) and breaker.why_stopped(61.0 + 119.0)
+    breaker.resume()
+    assert breaker.why_stopped(61.0 + 119.0) is None
+
+
+@pytest.mark.parametrize(
+    "story, lent, late, requests, attained, is_stopped",
+    [
+        ("1 late step in 100 is what was promised", 1000, 10, 0, 0, False),
+        ("few steps prove nothing", 9, 9, 0, 0, False),
+        ("a fifth of steps late", 100, 20, 0, 0, True),
+        ("all requests in time", 0, 0, 100, 100, False),
+        ("one in ten late", 0, 0, 100, 90, True),
+        ("few requests prove nothing", 0, 0, 10, 0, False),
+    ],
+)
+def test_the_breaker_by_shares(story, lent, late, requests, attained, is_stopped):
+    breaker = Breaker()
+    for number in range(lent):
+        breaker.lent(1.0 + number / 1000, is_late=number < late)
+    for number in range(requests):
+        breaker.finished(1.0 + number / 1000, is_attained=number < attained)
+    assert (breaker.why_stopped(3.0) is not None) is is_stopped, story
+    assert breaker.why_stopped(3.0 + 130.0) is None, "a minute later it is forgotten, or has cooled down"

@@ -33,16 +33,15 @@ def start_command(folder: Path, settings: DeviceSettings, *, factory: str, gated
     return messages.Start(factory, str(folder), settings.device, settings.engine, gated)
 
 
-class DeviceChannel(asyncio.Protocol):
-    """One engine process and the connection to it. Made by `start`; not thread-safe."""
+class Channel(asyncio.Protocol):
+    """The connection to one engine: requests out, events in. Not thread-safe."""
 
-    def __init__(self, process: subprocess.Popen[bytes], on_progress: Callable[[str], None]) -> None:
+    def __init__(self, on_progress: Callable[[str], None] = lambda what: None) -> None:
         loop = asyncio.get_running_loop()
         self.facts: EngineFacts  # the newest, from the moment the engine is ready
         self.gone: asyncio.Future[Unavailable] = loop.create_future()
         self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
         self._on_progress = on_progress
-        self._process = process
         self._transport: asyncio.Transport
         self._ready: asyncio.Future[None] = loop.create_future()
         self._lost: asyncio.Future[None] = loop.create_future()
@@ -53,30 +52,6 @@ class DeviceChannel(asyncio.Protocol):
         self._failure: RoseError | None = None
         self._closing = False
         self._burial = loop.create_task(self._bury())
-
-    @classmethod
-    async def start(
-        cls, command: messages.Start, *, on_progress: Callable[[str], None] = lambda what: None
-    ) -> DeviceChannel:
-        """Start an engine process and wait until it is ready. Raises what the engine says if it cannot start."""
-        environment = os.environ | thread_environment(check_device(command.device))
-        ours, theirs = socket.socketpair()
-        arguments = [sys.executable, "-m", "rose.coserve.executor", str(theirs.fileno()), str(os.getpid())]
-        with theirs:
-            process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], env=environment)
-        channel = cls(process, on_progress)
-        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=ours)
-        channel._send(command)
-        try:
-            await channel._ready
-        except BaseException:
-            await channel.close(kill=True)
-            raise
-        return channel
-
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
 
     @property
     def in_flight(self) -> int:
@@ -121,19 +96,6 @@ class DeviceChannel(asyncio.Protocol):
             raise messages.error_of(reply.fault)
         return reply
 
-    def kill(self) -> None:
-        """End the engine process at once; everything under way ends with `Unavailable`."""
-        self._process.kill()
-
-    async def close(self, *, kill: bool = False) -> None:
-        """Have the engine process leave, within a bounded time, and wait for it."""
-        self._closing = True
-        self._send(messages.Shutdown())
-        if not kill:
-            await asyncio.wait([self._burial], timeout=LEAVE_S)
-        self.kill()
-        await asyncio.shield(self._burial)
-
     # What arrives
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -145,7 +107,7 @@ class DeviceChannel(asyncio.Protocol):
                 self._receive(messages.decode_event(body))
         except (msgspec.DecodeError, Unavailable) as error:
             self._failure = Unavailable(f"the engine process sent something unreadable: {error}")
-            self.kill()
+            self._give_up()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost.set_result(None)
@@ -189,12 +151,12 @@ class DeviceChannel(asyncio.Protocol):
     # How it ends
 
     async def _bury(self) -> None:
-        """Wait for the end of the connection, then of the process, and tell everybody."""
+        """Wait for the end of the connection, and tell everybody."""
         await self._lost
-        code = await asyncio.to_thread(self._wait_for_process)
-        failure = self._failure or Unavailable(self._epitaph(code), hint="it is restarted; retry a little later")
+        failure = self._failure or Unavailable(await self._epitaph(), hint="it is restarted; retry a little later")
         if not self._ready.done():
             self._ready.set_exception(failure)
+            self._ready.exception()  # seen: a channel nobody waits for may end before it is ready
         gone = failure if isinstance(failure, Unavailable) else Unavailable(failure.what, hint=failure.hint)
         for mailbox in set(self._mailboxes.values()):
             mailbox.fail(gone)
@@ -204,19 +166,11 @@ class DeviceChannel(asyncio.Protocol):
         self._mailboxes.clear()
         self.gone.set_result(gone)
 
-    def _wait_for_process(self) -> int:
-        try:
-            return self._process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+    async def _epitaph(self) -> str:
+        return "this side of the engine process is closed"
 
-    def _epitaph(self, code: int) -> str:
-        if self._closing:
-            return "the device is shutting down"
-        if code < 0:
-            return f"the engine process was killed by signal {-code}"
-        return f"the engine process left with code {code}"
+    def _give_up(self) -> None:
+        self._transport.abort()
 
     def _check_alive(self) -> None:
         if self.gone.done():
@@ -227,3 +181,79 @@ class DeviceChannel(asyncio.Protocol):
     def _send(self, command: messages.Command) -> None:
         if not self._lost.done():
             self._transport.write(messages.frame(command))
+
+
+class DeviceChannel(Channel):
+    """One engine process and the serving connection to it; `rollout` is the other one, if the device is lent."""
+
+    def __init__(self, process: subprocess.Popen[bytes], on_progress: Callable[[str], None]) -> None:
+        super().__init__(on_progress)
+        self.rollout: Channel | None = None
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls, command: messages.Start, *, on_progress: Callable[[str], None] = lambda what: None
+    ) -> DeviceChannel:
+        """Start an engine process and wait until it is ready. Raises what the engine says if it cannot start."""
+        environment = os.environ | thread_environment(check_device(command.device))
+        pairs = [socket.socketpair() for _ in range(1 if command.lend is None else 2)]
+        numbers = [theirs.fileno() for _, theirs in pairs]
+        arguments = [sys.executable, "-m", "rose.coserve.executor", *map(str, [numbers[0], os.getpid(), *numbers[1:]])]
+        process = subprocess.Popen(arguments, pass_fds=numbers, env=environment)
+        for _, theirs in pairs:
+            theirs.close()
+        channel = cls(process, on_progress)
+        await channel._connect([ours for ours, _ in pairs])
+        channel._send(command)
+        try:
+            await channel._ready
+            if channel.rollout is not None:
+                await channel.rollout._ready
+        except BaseException:
+            await channel.close(kill=True)
+            raise
+        return channel
+
+    async def _connect(self, sockets: Sequence[socket.socket]) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: self, sock=sockets[0])
+        for ours in sockets[1:]:
+            _, self.rollout = await loop.create_unix_connection(Channel, sock=ours)
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End the engine process at once; everything under way ends with `Unavailable`."""
+        self._process.kill()
+
+    async def close(self, *, kill: bool = False) -> None:
+        """Have the engine process leave, within a bounded time, and wait for it."""
+        self._closing = True
+        self._send(messages.Shutdown())
+        if not kill:
+            await asyncio.wait([self._burial], timeout=LEAVE_S)
+        self.kill()
+        await asyncio.shield(self._burial)
+
+    # How it ends
+
+    async def _epitaph(self) -> str:
+        code = await asyncio.to_thread(self._wait_for_process)
+        if self._closing:
+            return "the device is shutting down"
+        if code < 0:
+            return f"the engine process was killed by signal {-code}"
+        return f"the engine process left with code {code}"
+
+    def _wait_for_process(self) -> int:
+        try:
+            return self._process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _give_up(self) -> None:
+        self.kill()

@@ -12,7 +12,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rose.coserve.messages import Command, Event, FrameReader, decode_command, frame
 from rose.errors import Unavailable
@@ -35,8 +35,6 @@ class EngineLink:
         self._reader = FrameReader()
         self._outgoing = bytearray()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self._wake, select.POLLIN)
 
     @property
     def congested(self) -> bool:
@@ -74,13 +72,7 @@ class EngineLink:
 
     def wait(self) -> None:
         """Block until a command, `wake`, or, when something is left to send, room for it."""
-        interest = select.POLLIN | (select.POLLOUT if self._outgoing else 0)
-        self._poll.register(self._socket, interest)
-        if not self._poll.poll(STALL_S * 1000 if self._outgoing else None):
-            raise Unavailable(f"the front took nothing for {STALL_S:.0f} s")
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-        self.flush()
+        wait_any([self])
 
     def wake(self) -> None:
         os.eventfd_write(self._wake, 1)
@@ -88,7 +80,32 @@ class EngineLink:
     def drain(self, seconds: float) -> None:
         """Before leaving: give the last words a bounded time to get out."""
         deadline_s = time.monotonic() + seconds
-        self._poll.register(self._socket, select.POLLOUT)
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
         while self._outgoing and (left_s := deadline_s - time.monotonic()) > 0:
-            self._poll.poll(left_s * 1000)
+            poll.poll(left_s * 1000)
             self.flush()
+
+    def watch(self, poll: select.poll) -> bool:
+        """Enter what this link waits for; whether something is left to send."""
+        poll.register(self._wake, select.POLLIN)
+        poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        return bool(self._outgoing)
+
+    def settle(self) -> None:
+        """After a wait: the wake-up is used, and there may be room to send."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        self.flush()
+
+
+def wait_any(links: Sequence[EngineLink], seconds: float | None = None) -> None:
+    """Block until one of the links has something to do, or for so long at most."""
+    poll = select.poll()
+    is_sending = [link.watch(poll) for link in links]
+    limit_s = min(seconds if seconds is not None else STALL_S, STALL_S)
+    found = poll.poll(limit_s * 1000 if any(is_sending) or seconds is not None else None)
+    if not found and seconds is None:
+        raise Unavailable(f"the front took nothing for {STALL_S:.0f} s")
+    for link in links:
+        link.settle()

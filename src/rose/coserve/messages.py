@@ -15,11 +15,25 @@ from collections.abc import Iterator
 import msgspec
 
 from rose.config.device import EngineSettings
+from rose.core.admission import Mode
+from rose.coserve.pages import PAGE_BYTES
 from rose.engines.base import EngineFacts, Request, TokenEvent
 from rose.errors import ConfigError, ContextTooLong, ModelError, QueueFull, RequestRefused, RoseError, Unavailable
 
 LENGTH_BYTES = 4
 FRAME_BYTES_MAX = 64 << 20  # a prompt of a million tokens is 5 MB; anything near this is a broken peer
+
+
+class Lend(msgspec.Struct, frozen=True):
+    """The rollout model a device is lent to, and on what terms. Its KV memory is part of the serving model's."""
+
+    folder: str
+    settings: EngineSettings
+    mode: Mode = "decode"
+    ttft_s: float = 0.5
+    tpot_s: float = 0.15
+    slack_share: float = 0.7
+    page_bytes: int = PAGE_BYTES
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -30,6 +44,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     device: str
     settings: EngineSettings
     gated: bool = False
+    lend: Lend | None = None
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

@@ -22,7 +22,7 @@ CLOSED_GATE = Grant(0, 0, 0.0, "no grant yet")
 
 
 class Port:
-    """`on_add` and `on_gone` tell of requests that came and that were taken out from outside."""
+    """`on_add` and `on_gone` tell of requests that came and that were taken out from outside, `on_swap` of weights."""
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class Port:
         gated: bool = False,
         on_add: Callable[[Request], None] = lambda request: None,
         on_gone: Callable[[str], None] = lambda request_id: None,
+        on_swap: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.link = link
@@ -41,7 +42,7 @@ class Port:
         self._own_budget = budget
         self._now_s = now_s
         self._gated = gated
-        self._on_add, self._on_gone = on_add, on_gone
+        self._on_add, self._on_gone, self._on_swap = on_add, on_gone, on_swap
         self._grant = CLOSED_GATE
         self._unstarted: set[str] = set()
         self._staged: tuple[str, Any] | None = None
@@ -189,4 +190,5 @@ class Port:
             return
         self.engine.swap(self._staged[1])
         self._staged = None
+        self._on_swap()
         self._reply(command.tag)

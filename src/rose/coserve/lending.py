@@ -1,0 +1,216 @@
+"""Whose step is next on a device that is lent: serving first, rollouts in what serving can spare.
+
+The lender stands between a loop and two engines. Before every step the loop asks `next_step`; the lender shows it
+what serving looks like now, and if that grants rollouts a step, plans one, drops it if its upper estimate is over what
+was allowed, and otherwise names it; else it names serving's next step. After the step the loop tells `finish` when it
+began and ended, and the lender learns from it: step times for both latency models, the account of what each serving
+request lost, breaches. It holds no clock and no socket, so the live executor and the simulator run the same object.
+
+A rollout step that serving asked to start in the meantime cannot be stopped; that is why grants are short and why the
+view is made anew before every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from rose.core.admission import Admission
+from rose.core.breaches import Breach, Ledger
+from rose.core.decisions import Grant
+from rose.core.facts import RolloutView, RunningRequest, ServingView, StepFeatures, WaitingRequest
+from rose.core.memory import LendingStretch
+from rose.core.slo import Budgets
+from rose.engines.base import Budget, Request, StepEngine, StepPlan, TokenEvent
+from rose.engines.scheduler import BatchScheduler, LiveRequest
+
+SideName = Literal["serving", "rollout"]
+WAITING_SHOWN = 64  # admission closes long before this many wait; the rest would only cost time to list
+
+
+class ScheduledEngine(StepEngine, Protocol):
+    """A step engine on our scheduler: embedded or simulated."""
+
+    @property
+    def scheduler(self) -> BatchScheduler: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """One step that may run now. `upper_s` is how long it takes at most, by estimate."""
+
+    side: SideName
+    plan: StepPlan
+    upper_s: float
+    grant: Grant | None = None
+
+
+@dataclass(slots=True)
+class _Answer:
+    first_token_s: float
+    tokens: int = 0
+    last_token_s: float = 0.0
+
+    def keeps(self, budgets: Budgets, arrival_s: float) -> bool:
+        """First token in time, and the mean gap between the others."""
+        gaps_s = budgets.tpot_s * (self.tokens - 1)
+        return self.first_token_s - arrival_s <= budgets.ttft_s and self.last_token_s - self.first_token_s <= gaps_s
+
+
+class Lender:
+    """One per device. Requests of both sides go through it, so that it knows of their arrivals and ends."""
+
+    def __init__(
+        self, serving: ScheduledEngine, rollout: ScheduledEngine, admission: Admission, *, serving_budget: Budget
+    ) -> None:
+        self.serving = serving
+        self.rollout = rollout
+        self.admission = admission
+        self.ledger = Ledger(admission.budgets)
+        self.lent_steps = self.lent_tokens = 0
+        self.stopped = ""  # why nothing is lent, by the owner or because there is nobody to lend to
+        self.last_grant = Grant(0, 0, 0.0, "nothing was asked yet")
+        self._serving_budget = serving_budget
+        self._answers: dict[str, _Answer] = {}  # of the serving requests that have their first token
+        self.stretch = LendingStretch()
+        self._came: dict[str, tuple[float, float]] = {}  # serving request: arrival, and all that was lent until then
+        self._views = 0
+        self._last_step, self._last_step_s = StepFeatures(), 0.0
+
+    # Requests
+
+    def add_serving(self, request: Request) -> None:
+        """Raises what the engine raises; a request it refuses leaves no trace."""
+        self.serving.add(request)
+        self.serving_added(request)
+
+    def serving_added(self, request: Request) -> None:
+        self.admission.prompts.observe(len(request.prompt_ids))
+        self.ledger.arrived(request.request_id, request.arrival_s)
+        self._came[request.request_id] = (request.arrival_s, self.ledger.total_lent_s)
+
+    def serving_gone(self, request_id: str) -> None:
+        """Taken out from outside: cancelled or evicted."""
+        self.ledger.gone(request_id)
+        self._answers.pop(request_id, None)
+        self._came.pop(request_id, None)
+
+    def stop(self, reason: str) -> None:
+        """Lend nothing until `resume`. Serving goes on."""
+        self.stopped = reason
+
+    def resume(self) -> None:
+        self.stopped = ""
+
+    # Steps
+
+    def next_step(self, now_s: float) -> NextStep | None:
+        """What to run now, or None if neither side has anything it may run."""
+        step = self._lend(now_s)
+        if step is not None:
+            return step
+        plan = self.serving.plan(self._serving_budget)
+        if plan is None:
+            self._refit()
+            return None
+        return NextStep("serving", plan, self.admission.serving.upper(plan.features))
+
+    def finish(self, step: NextStep, events: Sequence[TokenEvent], begin_s: float, end_s: float) -> list[Breach]:
+        """Account for a step that was run; returns the breaches it brought to light."""
+        seconds = end_s - begin_s
+        if step.side == "rollout":
+            self.admission.rollout.observe(step.plan.features, seconds)
+            self.lent_steps += 1
+            self.lent_tokens += step.plan.features.new_tokens
+            breach = self.ledger.lent(begin_s, end_s, step.upper_s)
+            if self.admission.breaker is not None:
+                self.admission.breaker.lent(end_s, is_late=breach is not None)
+            return [breach] if breach is not None else []
+        self.admission.serving.observe(step.plan.features, seconds)
+        self._last_step, self._last_step_s = step.plan.features, seconds
+        found = [self._token_made(event, end_s) for event in events]
+        breaches = [breach for breach in found if breach is not None]
+        if self.admission.breaker is not None:
+            for breach in breaches:
+                self.admission.breaker.deadline_lost(breach.at_s)
+        return breaches
+
+    def _refit(self) -> None:
+        """Nobody has anything to run: the moment for what takes a millisecond or two."""
+        for model in (self.admission.serving, self.admission.rollout):
+            if model.is_refit_due:
+                model.refit()
+
+    def _lend(self, now_s: float) -> NextStep | None:
+        if self.stopped:
+            return None
+        self.last_grant = grant = self.admission.decide(self.serving_view(), self.rollout_view(), now_s)
+        if not grant.is_open(now_s):
+            return None
+        plan = self.rollout.plan(Budget(grant.tokens, grant.sequences))
+        if plan is None or not plan.items:
+            return None
+        upper_s = self.admission.rollout.upper(plan.features)
+        if upper_s > grant.step_s_max:
+            return None  # what was planned is not the step that admission had in mind; serving goes first
+        return NextStep("rollout", plan, upper_s, grant)
+
+    def _token_made(self, event: TokenEvent, now_s: float) -> Breach | None:
+        name, breach = event.request_id, None
+        answer = self._answers.get(name)
+        if answer is None:
+            answer = self._answers[name] = _Answer(now_s)
+            breach = self.ledger.first_token(name, now_s)
+        answer.tokens += len(event.token_ids)
+        answer.last_token_s = now_s
+        if event.finish_reason is None:
+            return breach
+        del self._answers[name]
+        arrival_s, lent_before_s = self._came.pop(name)
+        self.stretch.finished(now_s - arrival_s, self.ledger.total_lent_s - lent_before_s)
+        if self.admission.breaker is not None:
+            self.admission.breaker.finished(now_s, is_attained=answer.keeps(self.admission.budgets, arrival_s))
+        return self.ledger.finished(name, answer.tokens, now_s) or breach
+
+    # Views
+
+    def serving_view(self) -> ServingView:
+        self._views += 1
+        waiting, running = [], []
+        scheduler = self.serving.scheduler
+        for live in scheduler.running:
+            answer = self._answers.get(live.request.request_id)
+            if answer is None or len(live.token_ids) - live.computed > 1:
+                waiting.append(_waiting(live))
+            else:
+                running.append(RunningRequest(answer.last_token_s, len(live.token_ids)))
+        waiting += [_waiting(live) for live in scheduler.waiting(WAITING_SHOWN)]
+        pool, block_bytes = scheduler.pool, scheduler.limits.block_bytes
+        return ServingView(
+            self._views,
+            tuple(waiting),
+            tuple(running),
+            pool.used * block_bytes,
+            pool.limit * block_bytes,
+            self._last_step,
+            self._last_step_s,
+        )
+
+    def rollout_view(self) -> RolloutView:
+        scheduler, enough = self.rollout.scheduler, self.admission.limits.rollout_step_tokens
+        decoding = context = prompt = 0
+        for live in scheduler.running:
+            left = len(live.token_ids) - live.computed
+            if left == 1:
+                decoding += 1
+                context += live.computed
+            else:
+                prompt += left
+        if prompt < enough:
+            prompt += sum(len(live.token_ids) for live in scheduler.waiting(WAITING_SHOWN))
+        return RolloutView(decoding, prompt, context // decoding if decoding else 0)
+
+
+def _waiting(live: LiveRequest) -> WaitingRequest:
+    return WaitingRequest(live.request.arrival_s, len(live.token_ids) - live.computed)

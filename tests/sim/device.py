@@ -1,0 +1,260 @@
+"""One device in virtual time: exclusive steps of two models that nobody can interrupt, and the real core deciding.
+
+Both sides are simulated engines and the loop's decisions are the executor's own object, `Lender`; only time is made up:
+the profile's cost, some noise, a cost of changing sides, now and then a stall, and a drift that the models were not
+told of. Rollouts are a closed loop of trajectories: a turn's prompt is all that was said before and a little more. What
+the modes promise is checked at every step, from figures kept here apart from the ledger's.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass, field
+from functools import cache
+
+from tests.sim.models import learnt
+from tests.sim.traffic import Traffic
+
+from rose.core.admission import Admission, LendingLimits, Mode
+from rose.core.breaches import Breach
+from rose.core.breaker import Breaker
+from rose.core.latency import LatencyModel
+from rose.core.slo import Budgets
+from rose.coserve.lending import Lender, NextStep
+from rose.engines.base import Budget, Request, Sampling, TokenEvent
+from rose.engines.profiles import load_profile
+from rose.engines.simulated import SimulatedEngine
+
+STEP_TOKENS = 512
+SEQUENCES = 64
+WIDE = Budget(STEP_TOKENS, SEQUENCES)
+GIVEN = Budgets(0.5, 0.15)
+TRAJECTORIES = 32
+TURNS = 10
+NEW_PROMPT = tuple(range(24))
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a device is and what happens to it. `mode` None is serving alone."""
+
+    mode: Mode | None
+    traffic: Traffic
+    seed: int = 0
+    until_s: float = 20.0
+    budgets: Budgets = GIVEN
+    serving: str = "cpu"
+    rollout: str = "cpu-frozenlake-1m"
+    noise: float = 0.03
+    switch_s: float = 0.0001
+    stall_share: float = 0.0
+    stall_s: float = 0.05
+    drift: float = 1.0  # every step from the middle on takes this much longer
+    breaks: bool = False  # with a circuit breaker
+
+
+@dataclass(slots=True)
+class Served:
+    """One serving request, as its client sees it."""
+
+    request: Request
+    tokens: int = 0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    lent_s: float = 0.0  # in front of its first token
+    lent_steps: int = 0
+    longest_gap_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.request.arrival_s
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.last_token_s - self.first_token_s) / max(1, self.tokens - 1)
+
+    def keeps(self, budgets: Budgets) -> bool:
+        return self.ttft_s <= budgets.ttft_s and self.tpot_s <= budgets.tpot_s
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of it."""
+
+    served: list[Served] = field(default_factory=list)
+    breaches: list[Breach] = field(default_factory=list)
+    reasons: dict[str, int] = field(default_factory=dict)
+    rollout_tokens: int = 0
+    lent_steps: int = 0
+    late_steps: int = 0
+    lent_s: float = 0.0
+    longest_lent_s: float = 0.0
+    serving_s: float = 0.0
+    end_s: float = 0.0
+    doubtful: int = 0
+
+    def attainment(self, budgets: Budgets = GIVEN) -> float:
+        return sum(served.keeps(budgets) for served in self.served) / max(1, len(self.served))
+
+    @property
+    def rollout_tokens_per_s(self) -> float:
+        return self.rollout_tokens / self.end_s
+
+
+@cache
+def _profiled(name: str, noise: float) -> LatencyModel:
+    return learnt(load_profile(name).step_s, noise)
+
+
+class Device:
+    """`run` to the end; every step checks what must hold."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.now_s = 0.0
+        self.report = Report()
+        self.breaker = Breaker() if world.breaks else None
+        models = (copy.deepcopy(_profiled(name, world.noise)) for name in (world.serving, world.rollout))
+        limits = LendingLimits(STEP_TOKENS, STEP_TOKENS, SEQUENCES, switch_s=world.switch_s)
+        self.admission = Admission(world.mode or "idle", world.budgets, *models, limits, self.breaker)
+        serving, rollout = (SimulatedEngine(load_profile(name)) for name in (world.serving, world.rollout))
+        self.lender = Lender(serving, rollout, self.admission, serving_budget=WIDE)
+        self._chances = {side: random.Random(f"{side} {world.seed}") for side in ("serving", "rollout")}
+        self._coming = world.traffic.arrivals(world.seed, world.until_s)[::-1]
+        self._here: dict[str, Served] = {}
+        self._said: dict[str, tuple[int, ...]] = {}
+        self._last_side = "serving"
+        self._turns_begun = 0
+        if world.mode is not None:
+            for trajectory in range(TRAJECTORIES):
+                self._begin_turn(trajectory, 0, NEW_PROMPT)
+
+    def run(self) -> Report:
+        while self._coming or self._here:
+            self._take_arrivals()
+            step = self.lender.next_step(self.now_s)
+            reason = self.lender.last_grant.reason
+            self.report.reasons[reason] = self.report.reasons.get(reason, 0) + 1
+            if step is not None:
+                self._run(step)
+            else:
+                self.now_s = self._coming[-1][0]
+        self.report.end_s = self.now_s
+        self.report.doubtful = self.lender.ledger.doubtful
+        self._check_accounts()
+        return self.report
+
+    def _take_arrivals(self) -> None:
+        while self._coming and self._coming[-1][0] <= self.now_s:
+            _, request = self._coming.pop()
+            self.lender.add_serving(request)
+            self._here[request.request_id] = Served(request)
+
+    def _run(self, step: NextStep) -> None:
+        if step.side == "rollout":
+            self._check_promises(step)
+        engine = self.lender.serving if step.side == "serving" else self.lender.rollout
+        cost_s = engine.cost_s(step.plan)  # type: ignore[attr-defined]
+        events = engine.step(step.plan)
+        begin_s, self.now_s = self.now_s, self.now_s + self._taken(step.side, cost_s)
+        breaches = self.lender.finish(step, events, begin_s, self.now_s)
+        if step.side == "serving":
+            self.report.serving_s += self.now_s - begin_s
+            self._hear(events)
+        else:
+            self._count(step, begin_s, is_late=bool(breaches))
+            self._hear_rollouts(events)
+        self._note(breaches)
+
+    # What must hold
+
+    def _check_promises(self, step: NextStep) -> None:
+        """At the start of a lent step, from what this simulation knows of the requests itself."""
+        grant, features = step.grant, step.plan.features
+        assert grant is not None
+        assert grant.is_open(self.now_s)
+        assert features.new_tokens <= grant.tokens
+        assert features.sequences <= grant.sequences
+        assert step.upper_s <= grant.step_s_max
+        if self.world.mode == "paper":
+            return
+        assert not self._here or self.world.mode == "decode", "idle mode beside serving's work"
+        assert all(served.tokens for served in self._here.values()), "a step beside a prompt that waits"
+        assert not self._here or not self.admission.is_latched(self.now_s)
+        end_s = self.now_s + step.upper_s
+        assert step.upper_s <= self.admission.block_s
+        share_s = self.world.budgets.slack_share * self.world.budgets.tpot_s
+        assert all(end_s <= served.last_token_s + share_s for served in self._here.values())
+
+    def _check_accounts(self) -> None:
+        ledger = self.lender.ledger
+        assert ledger.open_accounts == 0
+        assert abs(ledger.total_lent_s - self.report.lent_s) < 1e-6
+        assert ledger.breaches == len(self.report.breaches)
+        lost = {breach.request_id for breach in self.report.breaches if breach.kind == "ttft"}
+        limit_s = self.world.budgets.ttft_s
+        direct = {s.request.request_id for s in self.report.served if s.ttft_s - s.lent_s <= limit_s < s.ttft_s}
+        late = {s.request.request_id for s in self.report.served if s.ttft_s > limit_s}
+        assert direct <= lost <= late, "the ledger and the clients disagree"
+
+    # What happened
+
+    def _count(self, step: NextStep, begin_s: float, *, is_late: bool) -> None:
+        report, taken_s = self.report, self.now_s - begin_s
+        report.lent_steps += 1
+        report.late_steps += is_late
+        report.lent_s += taken_s
+        report.longest_lent_s = max(report.longest_lent_s, taken_s)
+        report.rollout_tokens += step.plan.features.new_tokens
+        self._take_arrivals()
+        for served in self._here.values():
+            if not served.tokens:
+                served.lent_s += self.now_s - max(begin_s, served.request.arrival_s)
+                served.lent_steps += 1
+
+    def _note(self, breaches: list[Breach]) -> None:
+        self.report.breaches += breaches
+
+    def _hear(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            served = self._here[event.request_id]
+            if not served.tokens:
+                served.first_token_s = self.now_s
+            else:
+                served.longest_gap_s = max(served.longest_gap_s, self.now_s - served.last_token_s)
+            served.tokens += len(event.token_ids)
+            served.last_token_s = self.now_s
+            if event.finish_reason is not None:
+                self.report.served.append(self._here.pop(event.request_id))
+
+    # Rollouts
+
+    def _begin_turn(self, trajectory: int, turn: int, prompt_ids: tuple[int, ...]) -> None:
+        name = f"{trajectory} {turn} {self._turns_begun}"
+        self._turns_begun += 1
+        length = self._chances["rollout"].randint(8, 32)
+        sampling = Sampling(max_tokens=length, ignore_eos=True, seed=self._turns_begun)
+        self._said[name] = prompt_ids
+        self.lender.rollout.add(Request(name, prompt_ids, sampling, tenant="rollouts"))
+
+    def _hear_rollouts(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            self._said[event.request_id] += event.token_ids
+            if event.finish_reason is not None:
+                said = self._said.pop(event.request_id)
+                trajectory, turn, _ = (int(word) for word in event.request_id.split())
+                is_last = turn + 1 == TURNS
+                self._begin_turn(trajectory, 0 if is_last else turn + 1, NEW_PROMPT if is_last else said + NEW_PROMPT)
+
+    # Time
+
+    def _taken(self, side: str, cost_s: float) -> float:
+        chance, world = self._chances[side], self.world
+        taken_s = cost_s * chance.lognormvariate(0, world.noise)
+        if self.now_s > world.until_s / 2:
+            taken_s *= world.drift
+        if side != self._last_side:
+            taken_s += world.switch_s
+        self._last_side = side
+        return taken_s + (world.stall_s if chance.random() < world.stall_share else 0.0)

@@ -1,0 +1,118 @@
+"""A lent device in virtual time: every promise checked at every step, over seeds, and what the modes are worth.
+
+`tests/sim/device.py` asserts at each lent step; a test here only has to run it and look at the outcome.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from tests.sim.device import Device, Report, World
+from tests.sim.traffic import Traffic
+
+from rose.core.slo import Budgets
+
+SEEDS = range(12)
+BURSTS = Traffic(30, burst=8.0, spikes=2)
+GPU = {"serving": "h800-qwen2.5-7b", "rollout": "h800-qwen3-8b"}
+
+
+def run(world: World) -> Report:
+    return Device(world).run()
+
+
+def random_world(seed: int) -> World:
+    """Anything that may happen to a device, by seed."""
+    chance = random.Random(f"world {seed}")
+    traffic = Traffic(
+        chance.choice([5, 20, 60]), burst=chance.choice([1.0, 4.0]), spikes=chance.randint(0, 1), output_tokens=10
+    )
+    return World(
+        chance.choice(["idle", "decode", "decode", "paper"]),
+        traffic,
+        seed=seed,
+        until_s=1.5,
+        budgets=Budgets(chance.choice([0.2, 0.5]), chance.choice([0.05, 0.15])),
+        noise=chance.choice([0.0, 0.03, 0.15]),
+        stall_share=chance.choice([0.0, 0.005]),
+        drift=chance.choice([1.0, 1.3]),
+        breaks=chance.random() < 0.5,
+    )
+
+
+def test_every_seed_keeps_every_promise(capsys):
+    lent = sum(run(random_world(seed)).lent_steps for seed in SEEDS)
+    with capsys.disabled():
+        print(f" {len(SEEDS)} seeds, {lent} lent steps", end="")
+    assert lent > 0
+
+
+@pytest.mark.parametrize("stall_share", [0.0, 0.01])
+def test_idle_delays_a_first_token_by_at_most_one_step(stall_share):
+    report = run(World("idle", BURSTS, until_s=4, stall_share=stall_share))
+    assert max(served.lent_steps for served in report.served) == 1
+    assert max(served.lent_s for served in report.served) <= report.longest_lent_s
+
+
+def test_idle_changes_no_gap_between_tokens():
+    """Serving's noise is its own, so a request that decodes in company would show a step between its tokens."""
+    quiet = World("idle", BURSTS, until_s=4, noise=0.0)
+    alone = run(dataclasses.replace(quiet, mode=None))
+    longest_s = max(served.longest_gap_s for served in run(quiet).served)
+    assert longest_s <= 1.1 * max(served.longest_gap_s for served in alone.served)
+
+
+def test_decode_costs_a_waiting_prompt_at_most_one_step_too():
+    report = run(World("decode", BURSTS, until_s=3))
+    assert max(served.lent_steps for served in report.served) == 1
+
+
+def test_decode_harvests_where_serving_is_always_busy():
+    """At a fifth of its capacity a large device decodes all the time: idle finds nothing, decode most of it."""
+    world = World("decode", Traffic(5, prompt_tokens=1000, output_tokens=60), until_s=5, **GPU)
+    decode, idle = run(world), run(dataclasses.replace(world, mode="idle"))
+    assert decode.rollout_tokens_per_s > 2 * idle.rollout_tokens_per_s
+    assert decode.attainment() == idle.attainment() == 1.0
+
+
+def test_paper_loses_under_bursts_where_decode_does_not():
+    """Spikes that serving alone just survives; and the ledger knows whose fault it was."""
+    spikes = Traffic(60, burst=4.0, spikes=2, spike_requests=40, spike_s=0.3, output_tokens=10)
+    world = World(None, spikes, seed=2, until_s=4)
+    alone, decode, paper = (run(dataclasses.replace(world, mode=mode)) for mode in (None, "decode", "paper"))
+    assert decode.attainment() >= alone.attainment() - 0.005
+    assert paper.attainment() < decode.attainment() - 0.01
+    assert [sum(breach.kind == "ttft" for breach in report.breaches) for report in (alone, decode)] == [0, 0]
+    assert sum(breach.kind == "ttft" for breach in paper.breaches) > 10
+
+
+def test_stalls_are_counted_and_nothing_else_suffers():
+    """Steps stopped for 50 ms: each a breach with its cause; the estimates do not run away with them."""
+    calm = World("decode", Traffic(10, output_tokens=10), until_s=3)
+    stalled = run(dataclasses.replace(calm, stall_share=0.01))
+    assert stalled.late_steps == sum(breach.kind == "step" for breach in stalled.breaches) > 0
+    assert stalled.late_steps < 0.05 * stalled.lent_steps
+    assert stalled.attainment() == 1.0
+
+
+def test_a_slower_device_is_noticed():
+    """From the middle on every step takes 30 % longer than profiled: some late steps, then none to speak of."""
+    report = run(World("decode", Traffic(10, output_tokens=10), until_s=4, drift=1.3))
+    assert report.late_steps < 0.05 * report.lent_steps
+    assert report.attainment() == 1.0
+
+
+def test_the_breaker_ends_lending_that_goes_wrong():
+    device = Device(World("paper", dataclasses.replace(BURSTS, spikes=4, spike_s=0.2), until_s=3, breaks=True))
+    report = device.run()
+    assert device.breaker is not None and device.breaker.trips == 1
+    assert any("circuit breaker" in reason for reason in report.reasons)
+
+
+def test_a_device_that_is_always_stopped_is_hardly_lent():
+    """Half of all steps stopped for 50 ms: a stopped step is no reason to lend more, and idle mode's bound holds."""
+    report = run(World("idle", Traffic(10, output_tokens=10), until_s=3, stall_share=0.5))
+    assert max(served.lent_steps for served in report.served) <= 1
+    assert report.late_steps <= report.lent_steps < 100

@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "engines": ["errors", "clock", "core", "config", "observe", "models"],
     "coserve": ["errors", "clock", "core", "config", "observe", "models", "engines"],
     "front": ["errors", "clock", "core", "config", "observe", "models", "engines", "coserve"],
-    "cli": ["errors", "clock", "core", "config", "observe", "models", "engines", "coserve", "front"],
+    "load": ["errors", "clock", "core", "config", "observe", "models"],
+    "cli": ["errors", "clock", "core", "config", "observe", "models", "engines", "coserve", "front", "load"],
 }
 # What comes from outside: the core is pure, and nothing that serves loads torch or unpickles what it was sent.
 CORE_OUTSIDE = {"numpy"}

@@ -19,6 +19,7 @@ from rose.errors import ConfigError, RoseError
 COMMANDS = {
     "demo": "start a device on a small random model and watch it answer",
     "serve": "serve a model over HTTP with an OpenAI-compatible interface",
+    "load": "send open-loop load from a trace or a generator, and report latencies against a budget",
     "model": "make and inspect model folders",
     "doctor": "say what this machine can run, and how to get what is missing",
     "journal": "read a journal of facts and decisions",

@@ -1,0 +1,212 @@
+"""Made-up traffic by name, the same for the same seed: `poisson:rate=2`, `gamma:rate=2,cv=4` and so on.
+
+Arrivals are drawn from the process that the name says; lengths are log-normal, cut at the longest of the trace they
+are shaped after. The constants are our own fit of published statistics of the Azure conversation trace of 2023:
+
+    tokens     published mean / P50 / P99     this fit
+    prompt     1155 / 1020 / 4142             1203 / 1000 / 4130
+    output      211 /  129 /  601              179 /  148 /  626
+
+The real outputs have two humps, which one log-normal cannot have: the fit is nearest in the tail. Everything is drawn
+from streams of its own (arrivals, thinning, spikes, lengths), so a longer run of the same seed begins with the
+shorter one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rose.errors import ConfigError
+from rose.load.traces import Floats, Integers, Trace, made_trace
+
+PROMPT_FIT = (1000.0, 0.61, 14050)  # median, sigma of the logarithm, longest
+PROMPT_P99 = 1000.0 * math.exp(0.61 * 2.3263)  # of the fit itself: a short run is scaled as a long one is
+OUTPUT_FIT = (148.0, 0.62, 1000)
+
+DURATION_S = 60.0  # when neither a duration nor a number of requests is given
+REQUESTS_MAX = 2_000_000  # keeps a slip of the finger from filling the memory
+
+_ARRIVALS, _THINNING, _SPIKES, _PROMPTS, _OUTPUTS = range(5)
+
+
+class Streams:
+    """Independent random streams of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def of(self, purpose: int) -> np.random.Generator:
+        return np.random.default_rng([self._seed, purpose])
+
+
+Settings = Mapping[str, float]
+Process = Callable[[Settings, Streams, float], Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """One kind of traffic. A setting whose default is NaN must be given."""
+
+    arrivals: Process
+    settings: Settings
+    example: str
+    summary: str
+
+
+def _poisson(settings: Settings, streams: Streams, until_s: float) -> Floats:
+    rate = settings["rate"]
+    return _renewal(lambda rng, count: rng.exponential(1 / rate, count), rate, streams, until_s)
+
+
+def _gamma(settings: Settings, streams: Streams, until_s: float) -> Floats:
+    shape = settings["cv"] ** -2
+    scale = 1 / (settings["rate"] * shape)
+    return _renewal(lambda rng, count: rng.gamma(shape, scale, count), settings["rate"], streams, until_s)
+
+
+def _spikes(settings: Settings, streams: Streams, until_s: float) -> Floats:
+    """One spike at a random place of every `every_s`; `rate` is that of the quiet time."""
+    every_s, for_s, factor = settings["every_s"], settings["for_s"], settings["factor"]
+    if for_s > every_s:
+        raise ConfigError(f"a spike of {for_s:g} s does not fit into {every_s:g} s", hint="lower for_s")
+    _check_size(until_s / every_s)
+    starts_s = streams.of(_SPIKES).random(math.ceil(until_s / every_s) + 1) * (every_s - for_s)
+
+    def load(at_s: Floats) -> Floats:
+        since_s = at_s % every_s - starts_s[(at_s // every_s).astype(np.int64)]
+        return np.where((since_s >= 0) & (since_s < for_s), factor, 1.0)
+
+    return _thinned(load, max(1.0, factor), settings["rate"], streams, until_s)
+
+
+def _day(settings: Settings, streams: Streams, until_s: float) -> Floats:
+    """Quietest at the start, busiest half a day later, `swing` times as busy; `rate` is the mean of a whole day."""
+    day_s = until_s if math.isinf(settings["day_s"]) else settings["day_s"]
+    depth = math.log(settings["swing"]) / 2
+    usual = float(np.i0(depth))  # the mean of exp(depth cos) over a turn
+    peak = math.exp(abs(depth)) / usual
+
+    def load(at_s: Floats) -> Floats:
+        return np.exp(-depth * np.cos(2 * np.pi * at_s / day_s)) / usual
+
+    return _thinned(load, peak, settings["rate"], streams, until_s)
+
+
+_MUST = math.nan
+GENERATORS = {
+    "poisson": Generator(_poisson, {"rate": _MUST}, "poisson:rate=2", "independent arrivals"),
+    "gamma": Generator(
+        _gamma, {"rate": _MUST, "cv": 4.0}, "gamma:rate=2,cv=4", "bursts; cv is deviation over mean of the gaps"
+    ),
+    "spikes": Generator(
+        _spikes,
+        {"rate": _MUST, "factor": 8.0, "every_s": 60.0, "for_s": 10.0},
+        "spikes:rate=1,factor=8,every_s=60,for_s=10",
+        "everybody at once, now and then",
+    ),
+    "day": Generator(
+        _day, {"rate": _MUST, "swing": 8.0, "day_s": math.inf}, "day:rate=1", "a day's curve; the run is one day"
+    ),
+}
+
+
+def generated(spec: str, *, seed: int = 0, duration_s: float | None = None, requests: int | None = None) -> Trace:
+    """The traffic that `spec` names, for so many seconds or requests, whichever ends first."""
+    generator, settings = parse_spec(spec)
+    streams = Streams(seed)
+    if requests is not None and duration_s is None:
+        arrivals = _until_enough(generator, settings, streams, requests)
+    else:
+        duration_s = DURATION_S if duration_s is None else duration_s
+        arrivals = generator.arrivals(settings, streams, duration_s)[:requests]
+    if not arrivals.size:
+        raise ConfigError(f"`{spec}` makes no request in {duration_s:g} s", hint="raise the rate or the duration")
+    prompts = _lengths(streams.of(_PROMPTS), PROMPT_FIT, arrivals.size)
+    outputs = _lengths(streams.of(_OUTPUTS), OUTPUT_FIT, arrivals.size)
+    return made_trace(spec, arrivals, prompts, outputs, PROMPT_P99)
+
+
+def parse_spec(spec: str) -> tuple[Generator, dict[str, float]]:
+    """`gamma:rate=2,cv=4` -> the generator and all its settings; ConfigError names the nearest that exists."""
+    name, _, rest = spec.partition(":")
+    if name not in GENERATORS:
+        raise ConfigError(f"there is no generator `{name}`, and no file of that name", hint=_nearest_generator(name))
+    generator = GENERATORS[name]
+    settings = dict(generator.settings)
+    for part in filter(None, rest.split(",")):
+        key, _, text = part.partition("=")
+        if key not in settings:
+            near = difflib.get_close_matches(key, settings, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(settings)}"
+            raise ConfigError(f"generator `{name}` has no setting `{key}`", hint=hint)
+        settings[key] = _positive(spec, key, text)
+    missing = [key for key, value in settings.items() if math.isnan(value)]
+    if missing:
+        raise ConfigError(
+            f"generator `{name}` needs {' and '.join(missing)}", hint=f"write it like {generator.example}"
+        )
+    return generator, settings
+
+
+def _nearest_generator(name: str) -> str:
+    near = difflib.get_close_matches(name, GENERATORS, n=1)
+    if near:
+        return f"did you mean `{GENERATORS[near[0]].example}`?"
+    return "give a trace file or one of " + ", ".join(generator.example for generator in GENERATORS.values())
+
+
+def _positive(spec: str, key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"`{key}` in `{spec}` is not a number above 0: `{text}`")
+    return value
+
+
+def _until_enough(generator: Generator, settings: dict[str, float], streams: Streams, requests: int) -> Floats:
+    """The first so many arrivals, from as much time as they usually take, and twice as much until it is enough."""
+    if requests < 1:
+        raise ConfigError(f"{requests} requests are none", hint="give --requests at least 1")
+    until_s = requests / settings["rate"]
+    if math.isinf(settings.get("day_s", 0.0)):
+        settings["day_s"] = until_s
+    while (arrivals := generator.arrivals(settings, streams, until_s)).size < requests:
+        until_s *= 2
+    return arrivals[:requests]
+
+
+def _check_size(requests: float) -> None:
+    if requests > REQUESTS_MAX:
+        raise ConfigError(f"that would be {requests:.3g} requests or more", hint=f"stay below {REQUESTS_MAX}")
+
+
+def _renewal(
+    gaps: Callable[[np.random.Generator, int], Floats], rate: float, streams: Streams, until_s: float
+) -> Floats:
+    """Arrivals with independent gaps. Drawn from one stream until they suffice, so their number changes none."""
+    _check_size(rate * until_s)
+    rng = streams.of(_ARRIVALS)
+    drawn = gaps(rng, max(64, math.ceil(rate * until_s)))
+    while (arrivals := np.cumsum(drawn))[-1] < until_s:
+        _check_size(drawn.size)
+        drawn = np.concatenate([drawn, gaps(rng, drawn.size)])
+    return arrivals[arrivals < until_s]
+
+
+def _thinned(load: Callable[[Floats], Floats], peak: float, rate: float, streams: Streams, until_s: float) -> Floats:
+    """A Poisson process at the peak of a changing load, of which each arrival stays by the load at its moment."""
+    candidates = _poisson({"rate": rate * peak}, streams, until_s)
+    return candidates[streams.of(_THINNING).random(candidates.size) * peak < load(candidates)]
+
+
+def _lengths(rng: np.random.Generator, fit: tuple[float, float, int], count: int) -> Integers:
+    median, sigma, longest = fit
+    drawn = np.exp(math.log(median) + sigma * rng.standard_normal(count))
+    return np.clip(np.rint(drawn), 1, longest).astype(np.int64)

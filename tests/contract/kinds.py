@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.engines.base import Budget, Partial, Request, Sampling, Span, StepEngine, StepPlan, TokenEvent
+from rose.engines.blocks import BlockPool
 from rose.engines.profiles import StepProfile
 from rose.engines.simulated import SimulatedEngine
 
@@ -21,6 +22,8 @@ WIDE = Budget(512, 64)
 VOCABULARY = 264
 EOS_TOKEN_ID = 256
 CONTEXT_TOKENS = 1024
+KV_BYTES = 16 << 20
+PAGE_BLOCKS = 4
 
 MILLISECONDS = StepProfile(
     name="milliseconds",
@@ -32,7 +35,7 @@ MILLISECONDS = StepProfile(
     per_new_by_context_s=1e-8,
     per_sequence_s=1e-5,
     kv_bytes_per_token=4096,
-    kv_memory_bytes=16 << 20,
+    kv_memory_bytes=KV_BYTES,
     block_tokens=16,
     max_context_tokens=CONTEXT_TOKENS,
     source={"all": "made up for tests"},
@@ -72,6 +75,7 @@ def simulated_kind() -> EngineKind:
     def make(*, max_sequences: int, max_waiting: int) -> StepEngine:
         return SimulatedEngine(
             MILLISECONDS,
+            pool=BlockPool(MILLISECONDS.kv_blocks, blocks_per_page=PAGE_BLOCKS),
             max_sequences=max_sequences,
             max_waiting=max_waiting,
             vocabulary=VOCABULARY,
@@ -182,18 +186,32 @@ def run(
 
 def embedded_kind(folder: Path, other_folder: Path) -> EngineKind:
     from rose.config.device import EngineSettings
-    from rose.engines.embedded.engine import EmbeddedEngine
+    from rose.engines.embedded.engine import MIB, EmbeddedEngine
+    from rose.engines.embedded.memory import KvMemory, own_memory
+    from rose.models.folder import served_spec
 
     def make(*, max_sequences: int, max_waiting: int) -> StepEngine:
         settings = EngineSettings(
-            kv_memory_mb=16,
+            kv_memory_mb=KV_BYTES // MIB,
             max_context_tokens=CONTEXT_TOKENS,
             max_sequences=max_sequences,
             max_waiting=max_waiting,
         )
-        return EmbeddedEngine.load(folder, settings, device=first_core())
+        plain = own_memory(served_spec(folder), KV_BYTES)
+        memory = KvMemory(plain.floats, BlockPool(plain.pool.capacity, blocks_per_page=PAGE_BLOCKS))
+        return EmbeddedEngine.load(folder, settings, device=first_core(), memory=memory)
 
     return EngineKind("embedded", make, str(other_folder), str(folder / "nowhere"))
+
+
+def gather(engine: Any, pages: int, blocks_max: int) -> int:
+    """Move blocks together, and what is in them, between two steps; how many."""
+    moves = engine.scheduler.gather(pages, blocks_max)
+    if hasattr(engine, "_kv"):
+        from rose.engines.embedded.memory import KvMemory
+
+        KvMemory(engine._kv, engine.scheduler.pool).copy(moves)
+    return len(moves)
 
 
 def first_core() -> str:

@@ -96,10 +96,14 @@ class Device:
         return self.process.wait(PATIENCE_S)
 
 
-def start(arguments: list[str], model: Path) -> Device:
+def start(arguments: list[str], model: Path, variables: dict[str, str] | None = None) -> Device:
     """Start a device and wait until it is ready; its words go to `lines`."""
     process = subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment()
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment() | (variables or {}),
     )
     lines: list[str] = []
     assert process.stdout is not None

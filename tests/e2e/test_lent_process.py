@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rose.config.device import EngineSettings
+from rose.config.device import EngineSettings, LendSettings
 from rose.coserve import messages
 from rose.coserve.channel import EMBEDDED, Channel, DeviceChannel
+from rose.coserve.door import address_of, open_door
 from rose.engines.base import Request, Sampling, TokenEvent
 from rose.errors import RoseError, Unavailable
 from rose.models.presets import write_preset
 
 SETTINGS = EngineSettings(kv_memory_mb=64, max_context_tokens=1024, max_sequences=16)
+TERMS = LendSettings(ttft_ms=2000.0, tpot_ms=1000.0, max_context_tokens=1024, max_sequences=16)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +30,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> messages.Start:
     place = tmp_path_factory.mktemp("models")
     for name in ("qwen3-3m", "frozenlake-1m"):
         write_preset(name, place / name, seed=1)
-    lend = messages.Lend(str(place / "frozenlake-1m"), SETTINGS, ttft_s=2.0, tpot_s=1.0)
+    lend = messages.Lend(str(place / "frozenlake-1m"), TERMS)
     return messages.Start(EMBEDDED, str(place / "qwen3-3m"), "cpu:0", SETTINGS, lend=lend)
 
 
@@ -40,22 +46,24 @@ async def answer(channel: Channel, asked: Request) -> list[TokenEvent]:
     return events
 
 
-async def both_sides(device: DeviceChannel) -> tuple[Channel, Channel]:
-    assert device.rollout is not None
-    return device, device.rollout
+@asynccontextmanager
+async def both_sides(start: messages.Start) -> AsyncIterator[tuple[DeviceChannel, Channel]]:
+    with open_door() as door:
+        device = await DeviceChannel.start(start, door=door)
+        rollout = await Channel.attach(address_of(door))
+        yield device, rollout
+        await device.close()
 
 
 def test_both_sides_are_answered_and_know_nothing_of_each_other(start: messages.Start) -> None:
     async def story() -> None:
-        device = await DeviceChannel.start(start)
-        serving, rollout = await both_sides(device)
-        before = [side.facts.generated_tokens for side in (serving, rollout)]
-        same_name = await asyncio.gather(*(answer(side, request("same name")) for side in (serving, rollout)))
-        assert [len(events) for events in same_name] == [20, 20]
-        facts = [(await side.ask(messages.GetFacts(0))).facts for side in (serving, rollout)]
-        assert [fact.generated_tokens - base for fact, base in zip(facts, before, strict=True)] == [20, 20]
-        assert facts[0].block_bytes != facts[1].block_bytes
-        await device.close()
+        async with both_sides(start) as (serving, rollout):
+            before = [side.facts.generated_tokens for side in (serving, rollout)]
+            same_name = await asyncio.gather(*(answer(side, request("same name")) for side in (serving, rollout)))
+            assert [len(events) for events in same_name] == [20, 20]
+            facts = [(await side.ask(messages.GetFacts(0))).facts for side in (serving, rollout)]
+            assert [fact.generated_tokens - base for fact, base in zip(facts, before, strict=True)] == [20, 20]
+            assert facts[0].block_bytes != facts[1].block_bytes
         with pytest.raises(Unavailable):
             await answer(rollout, request("late"))
 
@@ -64,14 +72,28 @@ def test_both_sides_are_answered_and_know_nothing_of_each_other(start: messages.
 
 def test_a_killed_engine_ends_both_sides(start: messages.Start) -> None:
     async def story() -> None:
-        device = await DeviceChannel.start(start)
-        serving, rollout = await both_sides(device)
-        waiting = [asyncio.create_task(answer(side, request("long", 900))) for side in (serving, rollout)]
-        await asyncio.sleep(0.2)
-        os.kill(device.process_id, signal.SIGKILL)
-        ended = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all(isinstance(end, Unavailable) for end in ended)
-        await device.close()
+        async with both_sides(start) as (serving, rollout):
+            waiting = [asyncio.create_task(answer(side, request("long", 900))) for side in (serving, rollout)]
+            await asyncio.sleep(0.2)
+            os.kill(serving.process_id, signal.SIGKILL)
+            ended = await asyncio.gather(*waiting, return_exceptions=True)
+            assert all(isinstance(end, Unavailable) for end in ended)
+
+    asyncio.run(story())
+
+
+def test_the_seat_is_taken_again_after_its_holder_left(start: messages.Start) -> None:
+    async def story() -> None:
+        with open_door() as door:
+            device = await DeviceChannel.start(start, door=door)
+            for turn in range(2):
+                rollout = await Channel.attach(address_of(door))
+                assert len(await answer(rollout, request(f"turn {turn}"))) == 20
+                unfinished = asyncio.create_task(answer(rollout, request("unfinished", 900)))
+                await asyncio.sleep(0.05)
+                await rollout.leave()
+                assert isinstance((await asyncio.gather(unfinished, return_exceptions=True))[0], Unavailable)
+            await device.close()
 
     asyncio.run(story())
 
@@ -79,9 +101,46 @@ def test_a_killed_engine_ends_both_sides(start: messages.Start) -> None:
 @pytest.mark.parametrize("broken", ["no-such-folder", ""])
 def test_a_rollout_model_that_cannot_load_is_said_at_start(start: messages.Start, tmp_path: Path, broken: str) -> None:
     async def story() -> None:
-        assert start.lend is not None
-        lend = messages.Lend(str(tmp_path / broken), SETTINGS)
-        with pytest.raises(RoseError, match=r"config\.json"):
-            await DeviceChannel.start(messages.Start(EMBEDDED, start.folder, "cpu:0", SETTINGS, lend=lend))
+        lend = messages.Lend(str(tmp_path / broken), TERMS)
+        with open_door() as door, pytest.raises(RoseError, match=r"config\.json"):
+            await DeviceChannel.start(messages.Start(EMBEDDED, start.folder, "cpu:0", SETTINGS, lend=lend), door=door)
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "settings, terms, words",
+    [
+        ({"kv_memory_mb": 4}, {}, "too few to share"),
+        ({"kv_memory_mb": 12}, {"headroom_share": 0.8, "max_context_tokens": 4096}, "less than one context"),
+        ({}, {"ttft_ms": 1.0, "tpot_ms": 0.1}, "cannot|can keep"),
+    ],
+)
+def test_terms_that_cannot_work_are_refused_with_figures(
+    start: messages.Start, settings: dict[str, Any], terms: dict[str, Any], words: str
+) -> None:
+    async def story() -> None:
+        assert start.lend is not None
+        lend = messages.Lend(start.lend.folder, replace(TERMS, **terms))
+        command = messages.Start(EMBEDDED, start.folder, "cpu:0", replace(SETTINGS, **settings), lend=lend)
+        with open_door() as door, pytest.raises(RoseError, match=words):
+            await DeviceChannel.start(command, door=door)
+
+    asyncio.run(story())
+
+
+def test_terms_that_will_disappoint_are_said_with_figures(start: messages.Start) -> None:
+    said: list[str] = []
+
+    async def story() -> None:
+        assert start.lend is not None
+        lend = messages.Lend(start.lend.folder, replace(TERMS, ttft_ms=4.0, tpot_ms=5.0))
+        command = messages.Start(EMBEDDED, start.folder, "cpu:0", SETTINGS, lend=lend)
+        with open_door() as door:
+            device = await DeviceChannel.start(command, door=door, on_progress=said.append)
+            await device.close()
+
+    asyncio.run(story())
+    warnings = "\n".join(line for line in said if line.startswith("warning"))
+    for words in ("more than its TTFT budget", "swapped", "nothing will be lent"):
+        assert words in warnings

@@ -1,7 +1,8 @@
 """Whatever order things come in, no block is owned twice or lost, and every request says what it says alone.
 
-Two engines of one kind take requests, step, drop plans, evict, hand requests to each other, forget, swap weights and
-have their memory cut. Swaps load the same weights under another name, so no token may change by anything done here.
+Two engines of one kind take requests, step, drop plans, evict, hand requests to each other, forget, swap weights, have
+their blocks moved together and their memory cut. Swaps load the same weights under another name, so no token may
+change by anything done here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.contract.kinds import EngineKind, Output, ask, collect, embedded_kind, simulated_kind
+from tests.contract.kinds import EngineKind, Output, ask, collect, embedded_kind, gather, simulated_kind
 
 from rose.engines.base import Budget, Request
 from rose.errors import QueueFull, RequestRefused
@@ -96,6 +97,21 @@ class EnginesHold(RuleBasedStateMachine):
     @rule(engine=ENGINES, budget=BUDGETS)
     def drop_a_plan(self, engine: int, budget: Budget) -> None:
         self.engines[engine].plan(budget)
+
+    @rule(engine=ENGINES, share=st.sampled_from([0.5, 1.0]), blocks_max=st.sampled_from([1, 3, BLOCKS, BLOCKS]))
+    def gather(self, engine: int, share: float, blocks_max: int) -> None:
+        pool = self.engines[engine].scheduler.pool
+        before = pool.pages_pinned
+        moved = gather(self.engines[engine], pool.pages_held - int(before * share) + 1, blocks_max)
+        assert moved <= blocks_max
+        assert pool.pages_pinned < before if moved else pool.pages_pinned == before
+
+    @rule(engine=ENGINES, budget=BUDGETS, blocks_max=st.sampled_from([3, BLOCKS]))
+    def gather_between_plan_and_step(self, engine: int, budget: Budget, blocks_max: int) -> None:
+        plan = self.engines[engine].plan(budget)
+        gather(self.engines[engine], self.engines[engine].scheduler.pool.pages_held, blocks_max)
+        if plan is not None:
+            self._take(engine, self.engines[engine].step(plan))
 
     @precondition(lambda self: self.here)
     @rule(data=st.data())

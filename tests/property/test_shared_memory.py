@@ -45,6 +45,12 @@ class Model:
         for block in blocks:
             self.floats_of(block)[:] = request
 
+    def gather(self, groups: int, moves_max: int) -> None:
+        moves = self.pool.gather(groups, moves_max)
+        for block, place in moves.items():
+            self.floats_of(place)[:] = self.floats_of(block)
+        self.held = {name: [moves.get(block, block) for block in blocks] for name, blocks in self.held.items()}
+
     def floats_of(self, block: int):  # type: ignore[no-untyped-def]
         return self.share.memory.floats()[block * self.block_floats : (block + 1) * self.block_floats]
 
@@ -67,10 +73,11 @@ class SharedMemoryHolds(RuleBasedStateMachine):
         self.serving, self.rollout = model_of(self.pages, "serving"), model_of(self.pages, "rollout")
         self.serving.share.on_short = lambda pages: self.observe(asks=pages)
         self.now_s = 0.0
-        self.requests = 0
+        self.requests = self.moves_max = 0
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(moves_max=st.sampled_from([0, 3, 100]))
+    def start(self, moves_max: int) -> None:
+        self.moves_max = moves_max
         self.observe()
 
     @rule(count=st.integers(1, 20))
@@ -147,6 +154,8 @@ class SharedMemoryHolds(RuleBasedStateMachine):
 
     def evict(self) -> None:
         pool, share = self.rollout.pool, self.rollout.share
+        pool.shrink(share.groups_over)
+        self.rollout.gather(share.groups_over, self.moves_max)
         pool.shrink(share.groups_over)
         holders = [Holder(str(request), len(blocks), tuple(blocks)) for request, blocks in self.rollout.held.items()]
         for name in victims(holders, pool.blocks_per_page, share.groups_over):

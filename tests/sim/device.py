@@ -192,7 +192,7 @@ class Device:
         assert ledger.open_accounts == 0
         assert abs(ledger.total_lent_s - self.report.lent_s) < 1e-6
         assert ledger.breaches == len(self.report.breaches)
-        lost = {breach.request_id for breach in self.report.breaches if breach.kind == "ttft"}
+        lost = {breach.request_id for breach in self.report.breaches if breach.objective == "ttft"}
         limit_s = self.world.budgets.ttft_s
         direct = {s.request.request_id for s in self.report.served if s.ttft_s - s.lent_s <= limit_s < s.ttft_s}
         late = {s.request.request_id for s in self.report.served if s.ttft_s > limit_s}

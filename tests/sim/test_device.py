@@ -84,15 +84,15 @@ def test_paper_loses_under_bursts_where_decode_does_not():
     alone, decode, paper = (run(dataclasses.replace(world, mode=mode)) for mode in (None, "decode", "paper"))
     assert decode.attainment() >= alone.attainment() - 0.005
     assert paper.attainment() < decode.attainment() - 0.01
-    assert [sum(breach.kind == "ttft" for breach in report.breaches) for report in (alone, decode)] == [0, 0]
-    assert sum(breach.kind == "ttft" for breach in paper.breaches) > 10
+    assert [sum(breach.objective == "ttft" for breach in report.breaches) for report in (alone, decode)] == [0, 0]
+    assert sum(breach.objective == "ttft" for breach in paper.breaches) > 10
 
 
 def test_stalls_are_counted_and_nothing_else_suffers():
     """Steps stopped for 50 ms: each a breach with its cause; the estimates do not run away with them."""
     calm = World("decode", Traffic(10, output_tokens=10), until_s=3)
     stalled = run(dataclasses.replace(calm, stall_share=0.01))
-    assert stalled.late_steps == sum(breach.kind == "step" for breach in stalled.breaches) > 0
+    assert stalled.late_steps == sum(breach.objective == "step" for breach in stalled.breaches) > 0
     assert stalled.late_steps < 0.05 * stalled.lent_steps
     assert stalled.attainment() == 1.0
 

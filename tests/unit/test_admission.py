@@ -8,12 +8,14 @@ import math
 import pytest
 from tests.sim.models import learnt
 
-from rose.core.admission import START_GRACE_S, Admission, DryRun, LendingLimits, Mode
+from rose.core.admission import START_GRACE_S, Admission, LendingLimits, Mode
 from rose.core.breaches import Ledger
 from rose.core.breaker import Breaker, BreakerLimits
 from rose.core.decisions import Grant
+from rose.core.dry_run import DryRun
 from rose.core.facts import RolloutView, RunningRequest, ServingView, StepFeatures, WaitingRequest
 from rose.core.latency import LatencyModel
+from rose.core.ration import Ration
 from rose.core.slo import Budgets
 from rose.errors import ConfigError
 
@@ -154,6 +156,17 @@ def test_overload_latches_for_seconds_and_idle_goes_on():
     assert lender.decide(fresh, ROLLOUT, after_s).is_open(after_s)
 
 
+def test_a_long_typical_prompt_is_no_overload():
+    """It takes 60 % of the budget by itself, with nobody waiting: no latch. One that waits before it: a latch."""
+    lender = admission("decode")
+    for _ in range(100):
+        lender.prompts.observe(3750)
+    assert not lender.decide(decoding(0.001), ROLLOUT, NOW_S).reason.startswith("overload")
+    assert not lender.is_latched(NOW_S)
+    lender.decide(waiting(3000), ROLLOUT, NOW_S)
+    assert lender.is_latched(NOW_S)
+
+
 def test_a_small_step_must_be_nearly_as_efficient_as_a_full_one():
     """30 ms of fixed cost: in 36 ms a part of a step fits, but beside serving it is not worth its time."""
     view = decoding(0.068)
@@ -173,18 +186,47 @@ def test_a_tripped_breaker_closes_the_gate():
 
 
 def test_a_dry_run_grants_nothing_and_adds_up_what_it_would_have():
-    dry = DryRun(admission("decode"))
-    assert not dry.decide(IDLE, ROLLOUT, NOW_S).is_open(NOW_S)
+    dry = DryRun(admission("decode"), NOW_S)
+    sequences = LendingLimits().rollout_sequences
+    assert not dry.decide(IDLE, NOW_S).is_open(NOW_S)
     assert dry.tokens == 0
     decodes = ServingView(2, (), (RunningRequest(NOW_S + 0.999, 100),))
-    dry.decide(decodes, ROLLOUT, NOW_S + 1)  # a second without serving work: full of steps
-    step_s = rollout_cost(StepFeatures(432, 0, 0, 33))
-    assert dry.tokens == pytest.approx(432 / step_s, rel=0.2)
+    dry.settle(NOW_S + 0.5)
+    half = dry.tokens
+    dry.decide(decodes, NOW_S + 1)  # a second without serving work: full of steps
+    step_s = rollout_cost(StepFeatures(sequences, sequences * 257, sequences * 257, sequences))
+    assert dry.tokens == pytest.approx(sequences / step_s, rel=0.2) and half == pytest.approx(dry.tokens / 2, rel=0.2)
     before = dry.tokens
-    dry.decide(waiting(10), ROLLOUT, NOW_S + 2)  # one step beside decoding, however long the view lasted
-    assert dry.tokens == before + 432
-    dry.decide(IDLE, ROLLOUT, NOW_S + 3)
-    assert dry.tokens == before + 432
+    dry.decide(waiting(10), NOW_S + 2)  # one step beside decoding, however long the view lasted
+    assert dry.tokens == before + sequences
+    dry.decide(IDLE, NOW_S + 3)
+    assert dry.tokens == before + sequences
+
+
+def test_alternate_gives_every_second_step_and_all_of_them_when_serving_has_no_work():
+    lender, decodes = admission("alternate"), ServingView(2, (), (RunningRequest(NOW_S, 100),))
+    grants = [lender.decide(decodes, ROLLOUT, NOW_S).is_open(NOW_S) for _ in range(4)]
+    assert grants == [True, False, True, False]
+    assert all(lender.decide(IDLE, ROLLOUT, NOW_S).is_open(NOW_S) for _ in range(3))
+
+
+def test_fcfs_serves_the_side_whose_oldest_request_came_first():
+    lender, rollout = admission("fcfs"), dataclasses.replace(ROLLOUT, oldest_arrival_s=NOW_S - 2)
+    came = [ServingView(1, (), (RunningRequest(NOW_S, 100, NOW_S - age_s),)) for age_s in (1.0, 3.0)]
+    assert [lender.decide(view, rollout, NOW_S).is_open(NOW_S) for view in came] == [True, False]
+    assert lender.decide(IDLE, rollout, NOW_S).is_open(NOW_S)
+
+
+def test_a_ration_holds_lent_time_to_its_share():
+    ration, lent_s, now_s = Ration(0.25), 0.0, 0.0
+    while now_s < 20.0:
+        if ration.is_spent(now_s):
+            now_s += 0.001
+            continue
+        ration.spend(0.01, now_s := now_s + 0.01)
+        lent_s += 0.01
+    assert lent_s == pytest.approx(5.0, abs=0.3)
+    assert Ration(0.0).is_spent(1.0) and not Ration(1.0).is_spent(1.0)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +247,7 @@ def test_a_step_longer_than_its_estimate_is_a_breach():
     ledger = Ledger(BUDGETS)
     assert ledger.lent(1.0, 1.01, upper_s=0.02) is None
     breach = ledger.lent(2.0, 2.06, upper_s=0.02)
-    assert breach is not None and breach.kind == "step"
+    assert breach is not None and breach.objective == "step"
     assert (breach.limit_s, breach.actual_s) == (0.02, pytest.approx(0.06))
     assert ledger.breaches == 1 and ledger.total_lent_s == pytest.approx(0.07)
 
@@ -238,7 +280,7 @@ def test_slow_tokens_are_a_breach_if_alone_they_were_not():
         ledger.first_token(name, 0.1)
     ledger.lent(0.1, 0.6, upper_s=math.inf)
     breach = ledger.finished("a", 6, 0.1 + 5 * 0.2)
-    assert breach is not None and breach.kind == "tpot" and breach.lent_s == pytest.approx(0.1)
+    assert breach is not None and breach.objective == "tpot" and breach.lent_s == pytest.approx(0.1)
     assert ledger.finished("b", 6, 0.1 + 5 * 0.3) is None
 
 

@@ -160,10 +160,11 @@ class PagedPoolHolds(PoolHolds):
         before, unpinned = self.pool.pages_held, self.pool.pages_held - self.pool.pages_pinned
         assert self.pool.shrink(pages) == before - self.pool.pages_held == min(pages, unpinned)
 
-    @rule(pages=st.integers(1, 4))
-    def gather(self, pages: int) -> None:
+    @rule(pages=st.integers(1, 4), blocks_max=st.none() | st.integers(0, 3))
+    def gather(self, pages: int, blocks_max: int | None) -> None:
         used, pinned = self.pool.used, self.pool.pages_pinned
-        moves = self.pool.gather(pages)
+        moves = self.pool.gather(pages, blocks_max)
+        assert not moves.keys() & set(moves.values()), "one move would undo another"
         assert all(self.held.get(block, 0) == 0 for block in moves.values()), "moved on top of somebody"
         for block, place in moves.items():
             self.held[place] = self.held.pop(block)
@@ -174,7 +175,10 @@ class PagedPoolHolds(PoolHolds):
         self.content = {digest: moves.get(b, b) for digest, b in self.content.items()}
         fewest = -(-used // PER_PAGE)
         wanted = self.pool.pages_held - pages
-        assert self.pool.pages_pinned == min(pinned, max(wanted, fewest))
+        best = min(pinned, max(wanted, fewest))
+        assert self.pool.pages_pinned == best if blocks_max is None else best <= self.pool.pages_pinned <= pinned
+        assert blocks_max is None or len(moves) <= blocks_max
+        assert bool(moves) == (self.pool.pages_pinned < pinned), "moves that clear no page"
 
     @rule(pages=st.integers(1, 5))
     def ask_which_pages_could_go(self, pages: int) -> None:
@@ -388,6 +392,17 @@ def test_blocks_are_gathered_in_the_fullest_page() -> None:
     taken = blocks_of(pool, 12)
     pool.release([taken[0], taken[1], taken[4], taken[9], taken[10], taken[11]])  # 2, 3 and 1 blocks are left in use
     assert pool.gather(1) == {taken[8]: taken[4]}
+
+
+def test_gathering_stops_where_it_would_copy_more_than_it_may() -> None:
+    pool, _ = paged(4, per_page=4)
+    taken = blocks_of(pool, 16)
+    pool.release([*taken[1:4], *taken[6:8], *taken[9:12]])  # 1, 2, 1 and 4 blocks are left in use
+    assert pool.gather(2, blocks_max=0) == {}
+    assert pool.gather(2, blocks_max=1) == {taken[8]: taken[6]}
+    assert pool.gather(2, blocks_max=1) == {taken[0]: taken[7]}
+    assert pool.shrink(4) == 2
+    pool.check()
 
 
 def test_gathering_leaves_everything_alone_when_nothing_fits_or_nothing_is_wanted() -> None:

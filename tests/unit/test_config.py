@@ -159,12 +159,12 @@ def test_a_value_goes_through_an_override_unchanged(value):
 
 
 def test_every_setting_of_a_device_has_a_sentence_and_a_valid_default():
-    from rose.config.device import EngineSettings, FrontSettings
+    from rose.config.device import EngineSettings, FrontSettings, LendSettings, RolloutFrontSettings
     from rose.config.schema import METADATA_KEY
 
-    for settings in (EngineSettings(), FrontSettings(), DeviceSettings()):
+    for settings in (EngineSettings(), FrontSettings(), LendSettings(), RolloutFrontSettings(), DeviceSettings()):
         for name, described in type(settings).__dataclass_fields__.items():
-            assert METADATA_KEY in described.metadata or name in ("engine", "front")
+            assert METADATA_KEY in described.metadata or name in ("engine", "front", "lend", "rollout")
     defaults = [text.as_override(key, _value(DeviceSettings(), key)) for key in known_keys(DeviceSettings)]
     assert load_settings(DeviceSettings, None, defaults) == DeviceSettings()
 

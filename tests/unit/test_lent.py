@@ -19,9 +19,11 @@ from rose.core.latency import LatencyModel
 from rose.core.memory import MemoryPolicy
 from rose.core.slo import Budgets
 from rose.coserve import messages
+from rose.coserve.guest import Guest
 from rose.coserve.lending import Lender
 from rose.coserve.lent import LentExecutor
 from rose.coserve.link import Closed, EngineLink
+from rose.coserve.owner import Owner
 from rose.coserve.pages import PagePool
 from rose.coserve.profiling import profile
 from rose.coserve.tenancy import SharedMemory
@@ -51,6 +53,9 @@ class End:
     said: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)
     failed: messages.Failed | None = None
+    replies: list[messages.Reply] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    breaches: list[messages.Breached] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.connection.settimeout(30)
@@ -69,6 +74,12 @@ class End:
     def _take(self, event: messages.Event) -> None:
         if isinstance(event, messages.Failed):
             self.failed = event
+        if isinstance(event, messages.Reply):
+            self.replies.append(event)
+        if isinstance(event, messages.Refused):
+            self.refused[event.request_id] = event.fault.what
+        if isinstance(event, messages.Breached):
+            self.breaches.append(event)
         if isinstance(event, messages.Stepped):
             for token in event.events:
                 self.said.setdefault(token.request_id, []).extend(token.token_ids)
@@ -81,6 +92,7 @@ class Device:
     serving: End
     rollout: End
     lender: Lender
+    guest: Guest
     memory: SharedMemory
     thread: threading.Thread
     outcome: list[BaseException | None]
@@ -111,7 +123,13 @@ def device(folders: tuple[Path, Path], latencies: list[LatencyModel]) -> Iterato
     lender = Lender(*engines, admission, serving_budget=Budget(128, 8))
     pairs = [socket.socketpair() for _ in range(2)]
     links = [EngineLink(theirs) for _, theirs in pairs]
-    executor = LentExecutor(lender, *links, budget=Budget(128, 8), memory=memory)
+    budget = Budget(128, 8)
+    guest = Guest(
+        lender, engines[1], memory, folder=str(folders[1]), budget=budget, now_s=time.monotonic, wake=links[0].wake
+    )
+    guest.attach(links[1])
+    owner = Owner(lender, guest, memory, time.monotonic)
+    executor = LentExecutor(lender, guest, owner, links[0], budget=budget)
     outcome: list[BaseException | None] = []
 
     def run() -> None:
@@ -122,15 +140,13 @@ def device(folders: tuple[Path, Path], latencies: list[LatencyModel]) -> Iterato
             outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    made = Device(End(pairs[0][0]), End(pairs[1][0]), lender, memory, thread, outcome)
+    made = Device(End(pairs[0][0]), End(pairs[1][0]), lender, guest, memory, thread, outcome)
     thread.start()
     yield made
     for ours, _ in pairs:
         ours.close()
     thread.join(30)
     assert not thread.is_alive()
-    for _, theirs in pairs:
-        theirs.close()
 
 
 def requests_of(tag: str, count: int = 6) -> list[Request]:
@@ -179,6 +195,12 @@ def test_an_exception_in_the_rollout_engine_is_not_servings(device: Device, fold
     assert device.serving.said == alone(folders[0], serving)
     assert device.rollout.failed is not None and "broken rollout engine" in device.rollout.failed.fault.what
     assert device.lender.stopped
+    status = ask(device, "status")
+    assert status.state == "failed" and "broken rollout engine" in status.why and status.rollout_pages == 0
+    device.serving.send(messages.Control("resume", tag=9))
+    device.serving.until(lambda: device.serving.replies[-1].tag == 9)
+    fault = device.serving.replies[-1].fault
+    assert fault is not None and "restart the device" in (fault.hint or "")
 
 
 def test_a_rollout_front_that_goes_leaves_serving_alone(device: Device, folders: tuple[Path, Path]) -> None:
@@ -196,14 +218,97 @@ def test_it_ends_with_the_serving_front(device: Device) -> None:
     assert isinstance(device.outcome[0], Closed)
 
 
-def test_the_owner_stops_and_resumes(device: Device) -> None:
-    device.lender.stop("the owner said so")
+def ask(device: Device, action: Any, **limits: float) -> messages.LendingStatus:
+    """The owner's word, and the status it is answered with."""
+    before = len(device.serving.replies)
+    device.serving.send(messages.Control(action, tag=7, **limits))
+    device.serving.until(lambda: len(device.serving.replies) > before)
+    reply = device.serving.replies[-1]
+    assert reply.fault is None and reply.lending is not None, reply.fault
+    return reply.lending
+
+
+def test_the_owner_pauses_and_resumes(device: Device) -> None:
+    assert ask(device, "pause").state == "paused"
     device.rollout.send(*map(messages.Add, requests_of("r")))
     device.serving.send(messages.Add(requests_of("s")[0]))
     device.serving.until(lambda: bool(device.serving.finished))
     assert device.lender.lent_steps == 0 and not device.rollout.said
-    device.lender.resume()
+    assert ask(device, "resume").state == "lending"
     device.rollout.until(lambda: len(device.rollout.finished) == 6)
+    assert ask(device, "status").lent_tokens > 0
+
+
+@pytest.mark.parametrize("action, place", [("drain", "parked"), ("remove", "absent")])
+def test_the_owner_has_rollouts_out_at_once_and_back(
+    device: Device, folders: tuple[Path, Path], action: str, place: str
+) -> None:
+    rollouts = long_requests("r", 4, 100, 200)
+    device.rollout.send(*map(messages.Add, rollouts))
+    device.rollout.until(lambda: len(device.rollout.said) == 4)
+    status = ask(device, action)
+    assert (status.state, status.model, status.rollout_pages, status.running) == ("drained", place, 0, 0)
+    assert status.parking_s is not None and (status.model_bytes == 0) == (place == "absent")
+    device.rollout.until(lambda: len(device.rollout.finished) == 4)
+    assert set(device.rollout.finished.values()) == {"abort"}, "they keep what they have and can go on elsewhere"
+    device.rollout.send(messages.Add(requests_of("late")[0]))
+    device.rollout.until(lambda: "late0" in device.rollout.refused)
+    assert "drained" in device.rollout.refused["late0"]
+    ask(device, "resume")
+    while ask(device, "status").state != "lending":
+        time.sleep(0.01)
+    again = requests_of("again")
+    device.rollout.send(*map(messages.Add, again))
+    device.rollout.until(lambda: all(request.request_id in device.rollout.finished for request in again))
+    whole = alone(folders[1], again)
+    assert {name: device.rollout.said[name] for name in whole} == whole
+    assert ask(device, "status").activation_s is not None
+    device.memory.pages.check()
+
+
+def test_the_owner_limits_memory_and_time(device: Device) -> None:
+    status = ask(device, "limits", memory_share=0.25, compute_share=0.0)
+    assert status.rollout_pages_max <= PAGES // 4 and status.compute_share == 0.0
+    device.rollout.send(*map(messages.Add, requests_of("r")))
+    device.serving.send(*map(messages.Add, requests_of("s")))
+    device.serving.until(lambda: len(device.serving.finished) == 6)
+    assert device.lender.lent_steps == 0
+    ask(device, "limits", compute_share=1.0)
+    device.rollout.until(lambda: len(device.rollout.finished) == 6)
+    device.serving.send(messages.Control("limits", memory_share=1.5, tag=9))
+    device.serving.until(lambda: device.serving.replies[-1].tag == 9)
+    assert device.serving.replies[-1].fault is not None
+
+
+def test_a_dry_run_runs_nothing_and_says_what_it_would_have_given(device: Device) -> None:
+    ask(device, "dry_run")
+    device.rollout.send(*map(messages.Add, requests_of("r")))
+    device.serving.send(*map(messages.Add, requests_of("s")))
+    device.serving.until(lambda: len(device.serving.finished) == 6)
+    time.sleep(0.1)  # without serving work: all of it could have been lent
+    status = ask(device, "status")
+    assert status.state == "dry_run" and status.dry_run is not None and status.dry_run.tokens > 0
+    assert device.lender.lent_steps == 0 and not device.rollout.said
+
+
+def test_a_step_far_longer_than_predicted_is_a_breach_and_serving_goes_on(
+    device: Device, folders: tuple[Path, Path]
+) -> None:
+    step = device.lender.rollout.step
+
+    def slow(plan: Any) -> Any:
+        time.sleep(0.3)
+        return step(plan)
+
+    device.lender.rollout.step = slow  # type: ignore[method-assign]
+    device.rollout.send(*map(messages.Add, requests_of("r", 1)))
+    device.serving.until(lambda: bool(device.serving.breaches))
+    device.serving.send(*map(messages.Add, requests_of("s")))
+    device.serving.until(lambda: len(device.serving.finished) == 6)
+    assert device.serving.said == alone(folders[0], requests_of("s"))
+    breach = device.serving.breaches[0].breach
+    assert breach.objective == "step" and breach.actual_s > breach.limit_s
+    assert ask(device, "status").breaches["step"] >= 1
 
 
 def test_a_burst_takes_the_rollouts_pages_and_they_keep_their_tokens(
@@ -226,11 +331,11 @@ def test_a_burst_takes_the_rollouts_pages_and_they_keep_their_tokens(
     device.memory.pages.check()
 
 
-def test_a_rollout_model_that_leaves_gives_up_every_page(device: Device) -> None:
+def test_a_rollout_front_that_goes_leaves_no_request_behind(device: Device) -> None:
     device.rollout.send(*map(messages.Add, long_requests("r", 4, 200, 200)))
     device.rollout.until(lambda: len(device.rollout.said) == 4)
     device.rollout.connection.close()
     device.serving.send(messages.Add(long_requests("s", 1, 20, 5)[0]))
     device.serving.until(lambda: bool(device.serving.finished))
-    assert device.memory.rollout.share.held == 0
-    assert device.memory.serving.share.budget_pages == PAGES
+    status = ask(device, "status")
+    assert (status.model, status.running, status.waiting) == ("resident", 0, 0)

@@ -18,7 +18,8 @@ from rose.errors import ConfigError, RoseError
 
 COMMANDS = {
     "demo": "start a device on a small random model and watch it answer",
-    "serve": "serve a model over HTTP with an OpenAI-compatible interface",
+    "serve": "serve a model over HTTP with an OpenAI-compatible interface, and lend its slack to rollouts",
+    "lend": "the owner's controls of a lent device: status, pause, resume, drain, dry-run, limits",
     "load": "send open-loop load from a trace or a generator, and report latencies against a budget",
     "model": "make and inspect model folders",
     "doctor": "say what this machine can run, and how to get what is missing",

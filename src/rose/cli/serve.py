@@ -1,18 +1,18 @@
-"""`rose serve`: a device, serving one model over HTTP until it is stopped."""
+"""`rose serve`: a device, serving one model over HTTP until it is stopped, and lending its slack if it is told to.
+
+rose serve MODEL                          serves MODEL
+rose serve MODEL --lend ROLLOUT_MODEL     and lends what serving does not use to rollouts of another model
+rose serve --lend ROLLOUT_MODEL           no serving: a dedicated rollout worker
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
-
-SUMMARY = "serve a model over HTTP with an OpenAI-compatible interface"
+SUMMARY = "serve a model over HTTP with an OpenAI-compatible interface, and lend its slack to rollouts"
 
 # Flags that are shorter names of settings.
 FLAGS = {
@@ -21,11 +21,26 @@ FLAGS = {
     "port": "front.port",
     "name": "model_name",
     "kv_memory_mb": "engine.kv_memory_mb",
+    "rollout_port": "rollout.port",
+    "lend_mode": "lend.mode",
+    "ttft_ms": "lend.ttft_ms",
+    "tpot_ms": "lend.tpot_ms",
+    "journal": "lend.journal",
 }
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face model folder")
+    parser.add_argument("model", type=Path, metavar="MODEL", nargs="?", help="a Hugging Face model folder")
+    parser.add_argument("--lend", type=Path, metavar="ROLLOUT_MODEL", help="lend the device to rollouts of this model")
+    parser.add_argument("--ttft-ms", type=float, metavar="MS", help="serving's budget for the first token (500)")
+    parser.add_argument("--tpot-ms", type=float, metavar="MS", help="serving's budget for each later token (150)")
+    parser.add_argument(
+        "--lend-mode", metavar="MODE", help="decode, idle, paper, alternate or fcfs (decode)"
+    )
+    parser.add_argument(
+        "--rollout-port", type=int, metavar="N", help="TCP port for rollouts; 0 takes any (8001)"
+    )
+    parser.add_argument("--journal", metavar="FILE", help="write every lending decision and breach to this file")
     parser.add_argument("--device", metavar="cpu:N", help="cores the engine is pinned to: cpu:0, cpu:0-1 (cpu:0)")
     parser.add_argument("--host", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="TCP port; 0 takes a free one (8000)")
@@ -44,14 +59,15 @@ def run(arguments: argparse.Namespace) -> int:
     from rose.config.device import DeviceSettings
     from rose.config.load import load_settings
     from rose.config.text import as_override
+    from rose.front.loops import loop_factory
     from rose.front.service import serve
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     given = {key: getattr(arguments, flag) for flag, key in FLAGS.items()}
     flags = [as_override(key, value) for key, value in given.items() if value is not None]
     settings = load_settings(DeviceSettings, arguments.settings, [*arguments.overrides, *flags])
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(serve(arguments.model, settings, say=_say))
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(serve(arguments.model, settings, lend=arguments.lend, say=_say))
     return 0
 
 
@@ -59,12 +75,3 @@ def _say(what: str) -> None:
     """For whoever watches; a device goes on when nobody does any more."""
     with contextlib.suppress(OSError):
         print(what, flush=True)
-
-
-def _loop_factory() -> Callable[[], AbstractEventLoop] | None:
-    """uvloop's loop if it is installed, else asyncio's."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rose.config.schema import setting
 from rose.errors import ConfigError
@@ -45,11 +46,46 @@ class FrontSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class LendSettings:
+    """On what terms a device is lent; its owner's to choose. KV memory is part of `engine.kv_memory_mb`."""
+
+    mode: Literal["decode", "idle", "paper", "alternate", "fcfs"] = setting(
+        "decode", "when rollouts may run: idle only without serving work; decode also between decode steps"
+    )
+    ttft_ms: float = setting(500.0, "serving's budget for the first token", minimum=1, maximum=3_600_000)
+    tpot_ms: float = setting(150.0, "serving's budget for each later token", minimum=0.1, maximum=3_600_000)
+    slack_share: float = setting(0.7, "share of the budgets that lending may use up", minimum=0.05, maximum=1)
+    headroom_share: float = setting(0.2, "share of the KV memory kept free for serving", minimum=0.01, maximum=0.9)
+    regrowth: Literal["hysteresis", "swap"] = setting("hysteresis", "how rollouts get memory back after a cut")
+    memory_share: float = setting(1.0, "most of the KV memory that rollouts may hold", minimum=0, maximum=1)
+    compute_share: float = setting(1.0, "most of the device's time that rollouts may have", minimum=0, maximum=1)
+    page_kb: int = setting(2048, "size of a page of KV memory, in KiB; a multiple of 4", minimum=4, maximum=1 << 20)
+    max_context_tokens: int = setting(0, "longest rollout, prompt and answer; 0 takes the model's own", minimum=0)
+    max_step_tokens: int = setting(512, "most tokens one rollout step computes", minimum=1)
+    max_sequences: int = setting(64, "most rollouts that run together", minimum=1, maximum=4096)
+    max_waiting: int = setting(1024, "most rollouts that wait; beyond it the answer is 429", minimum=0)
+    journal: str | None = setting(None, "file that every lending decision and breach is written to; null for none")
+
+    def engine(self, kv_memory_mb: int) -> EngineSettings:
+        """The rollout engine's settings beside a serving engine with this much memory."""
+        return EngineSettings(
+            kv_memory_mb, self.max_context_tokens, self.max_step_tokens, self.max_sequences, self.max_waiting
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFrontSettings(FrontSettings):
+    port: int = setting(8001, "TCP port of the rollouts' own door; 0 takes a free one", minimum=0, maximum=65535)
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceSettings:
     device: str = setting("cpu:0", "cores the engine is pinned to", pattern=DEVICE_PATTERN, example="cpu:0 or cpu:0-1")
     model_name: str | None = setting(None, "name that clients use for the model; the folder's name if null")
     engine: EngineSettings = field(default_factory=EngineSettings)
     front: FrontSettings = field(default_factory=FrontSettings)
+    lend: LendSettings = field(default_factory=LendSettings)
+    rollout: RolloutFrontSettings = field(default_factory=RolloutFrontSettings)
 
 
 def cores_of(device: str) -> tuple[int, ...]:

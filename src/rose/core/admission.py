@@ -4,8 +4,10 @@
 `decode`  also between decode steps: up to a share of every running request's budget for its next token, and to all of
           it should a typical prompt come and share serving's next step. Never while a prompt waits; never if a typical
           request that came now would then miss its share of the TTFT budget; not while more than half the seats are
-          taken; and for some seconds after a typical request was predicted to need half its budget, only as `idle`.
+          taken; and for some seconds after a queue took half of what a typical prompt leaves of the TTFT budget, only
+          as `idle`.
 `paper`   while every known request and the next typical one keep any slack at all; whole steps or none.
+`alternate`, `fcfs`  no admission at all, to compare with: a step each in turn; the side whose oldest request came first.
 
 Time is turned into a step by the rollout model's upper estimate: all sequences that decode and as many prompt tokens as
 fit, or, if not even those fit, fewer sequences. While serving has work, a smaller step must be nearly as efficient as
@@ -36,8 +38,8 @@ from rose.core.slo import (
 )
 from rose.errors import ConfigError
 
-Mode = Literal["idle", "decode", "paper"]
-MODES: tuple[Mode, ...] = ("idle", "decode", "paper")
+Mode = Literal["idle", "decode", "paper", "alternate", "fcfs"]
+MODES: tuple[Mode, ...] = ("idle", "decode", "paper", "alternate", "fcfs")
 
 SHRINK_TRIES = 4  # each a fifth smaller than the last
 START_GRACE_S = 0.0005  # from a decision to its step's start, in a loop that does both
@@ -120,6 +122,7 @@ class Admission:
         self.breaker = breaker
         self.prompts = PromptLengths()
         self._latched_until_s = -math.inf
+        self._is_rollouts_turn = False
 
     def decide(self, view: ServingView, rollout: RolloutView, now_s: float) -> Grant:
         if not (self.serving.is_calibrated and self.rollout.is_calibrated):
@@ -134,6 +137,8 @@ class Admission:
             return _closed(now_s, "rollouts have nothing to run")
         if self.mode == "paper":
             return self._by_dual_slack(view, outlook, full, now_s)
+        if self.mode in ("alternate", "fcfs"):
+            return self._by_turns(view, rollout, full, now_s)
         if view.is_idle:
             return self._grant(full, self.block_s - self.limits.switch_s, now_s, "serving has no work", is_idle=True)
         if self.mode == "idle":
@@ -157,7 +162,11 @@ class Admission:
     # The rules
 
     def _latch(self, outlook: Outlook, now_s: float) -> None:
-        if outlook.next_ttft_s(self.prompts.typical_tokens) > self.limits.latch_share * self.budgets.ttft_s:
+        """Overload is a queue, not a long prompt: what waits is held against what a typical request's own leaves."""
+        typical_tokens = self.prompts.typical_tokens
+        own_s = outlook.prefill_s(typical_tokens)
+        queue_s = outlook.next_ttft_s(typical_tokens) - own_s
+        if queue_s > self.limits.latch_share * max(0.0, self.budgets.ttft_s - own_s):
             self._latched_until_s = now_s + self.limits.latch_s
 
     def _by_decode_slack(self, view: ServingView, outlook: Outlook, full: _Step, now_s: float) -> Grant:
@@ -188,6 +197,16 @@ class Admission:
         if step_s >= allowed_s:
             return _closed(now_s, "no slack for a whole step")
         return Grant(full.tokens, self._sequences(full), now_s + allowed_s - step_s, "both slacks", allowed_s)
+
+    def _by_turns(self, view: ServingView, rollout: RolloutView, full: _Step, now_s: float) -> Grant:
+        if self.mode == "alternate":
+            self._is_rollouts_turn = view.is_idle or not self._is_rollouts_turn
+            is_open = self._is_rollouts_turn
+        else:
+            is_open = rollout.oldest_arrival_s < view.oldest_arrival_s
+        if not is_open:
+            return _closed(now_s, "it is serving's turn")
+        return Grant(full.tokens, self._sequences(full), math.inf, "it is the rollouts' turn")
 
     # From time to a step
 
@@ -255,34 +274,3 @@ class Admission:
 
 def _closed(now_s: float, reason: str) -> Grant:
     return Grant(0, 0, now_s, reason, 0.0)
-
-
-class DryRun:
-    """Decides as lending would and runs nothing; adds up the tokens that would have been harvested.
-
-    Time between two decisions while serving has no work counts as full of steps; beside decoding a decision counts as
-    one step. That the steps would have changed serving's own pace is not modelled.
-    """
-
-    def __init__(self, admission: Admission) -> None:
-        self.admission = admission
-        self.tokens = 0
-        self.lent_s = 0.0
-        self._pending: tuple[int, float, bool, float] | None = None
-
-    def decide(self, view: ServingView, rollout: RolloutView, now_s: float) -> Grant:
-        """The grant that would have been given; what it would have given is added when the next one is asked for."""
-        self._settle(now_s)
-        grant = self.admission.decide(view, rollout, now_s)
-        if grant.is_open(now_s):
-            self._pending = (grant.tokens, self.admission.expected_s(grant, rollout), view.is_idle, now_s)
-        return Grant(0, 0, now_s, f"dry run: {grant.reason}", 0.0)
-
-    def _settle(self, now_s: float) -> None:
-        if self._pending is None:
-            return
-        tokens, step_s, was_idle, since_s = self._pending
-        steps = int((now_s - since_s) / step_s) if was_idle and step_s > 0 else 1
-        self.tokens += steps * tokens
-        self.lent_s += steps * step_s
-        self._pending = None

@@ -26,7 +26,7 @@ STEPS_KEPT = 256  # enough to find those that ran after the oldest arrival not y
 class Breach:
     """`actual_s` went over `limit_s`; of it, `lent_s` was lent to rollouts."""
 
-    kind: Literal["step", "ttft", "tpot"]
+    objective: Literal["step", "ttft", "tpot"]
     cause: str
     at_s: float
     limit_s: float

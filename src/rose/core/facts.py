@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -33,6 +34,7 @@ class RunningRequest:
 
     last_token_s: float
     context_tokens: int
+    arrival_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,12 @@ class ServingView:
     def is_idle(self) -> bool:
         return not self.waiting and not self.running
 
+    @property
+    def oldest_arrival_s(self) -> float:
+        """Of all requests that are here; infinite without any."""
+        waiting = [request.arrival_s for request in self.waiting]
+        return min(waiting + [request.arrival_s for request in self.running], default=math.inf)
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
@@ -66,3 +74,12 @@ class RolloutView:
     decoding: int = 0
     prompt_tokens: int = 0
     context_tokens: int = 0
+    oldest_arrival_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class LendingAsked:
+    """Both sides of a device at the moment of a decision on lending."""
+
+    serving: ServingView
+    rollout: RolloutView

@@ -173,6 +173,12 @@ class MemoryPolicy:
             decisions += self._grow(sample, now_s)
         return decisions + self._evict(sample)
 
+    def restart(self) -> None:
+        """A tenant has moved in anew: the next sample sets its budget, as the first one did."""
+        self.state, self.budget_pages = State.OPEN, None
+        self._last_cut_s = self._roomy_since_s = None
+        self._swap_seen = False
+
     def status(self) -> MemoryStatus:
         headroom = self._headroom(self.lending_stretch)
         return MemoryStatus(self.state, self._budget, headroom, self.lending_stretch, self.cuts, self.growths)

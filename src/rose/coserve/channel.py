@@ -29,8 +29,11 @@ EMBEDDED = "rose.engines.embedded.engine:EmbeddedEngine.load"
 LEAVE_S = 5.0  # an engine that was told to leave is in a step of well under a second
 
 
-def start_command(folder: Path, settings: DeviceSettings, *, factory: str, gated: bool) -> messages.Start:
-    return messages.Start(factory, str(folder), settings.device, settings.engine, gated)
+def start_command(
+    folder: Path, settings: DeviceSettings, *, factory: str, gated: bool, lend: Path | None = None
+) -> messages.Start:
+    lent = messages.Lend(str(lend), settings.lend) if lend is not None else None
+    return messages.Start(factory, str(folder), settings.device, settings.engine, gated, lent)
 
 
 class Channel(asyncio.Protocol):
@@ -41,6 +44,7 @@ class Channel(asyncio.Protocol):
         self.facts: EngineFacts  # the newest, from the moment the engine is ready
         self.gone: asyncio.Future[Unavailable] = loop.create_future()
         self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
+        self.on_word: Callable[[messages.Breached | messages.Noted], None] = lambda word: None
         self._on_progress = on_progress
         self._transport: asyncio.Transport
         self._ready: asyncio.Future[None] = loop.create_future()
@@ -96,6 +100,26 @@ class Channel(asyncio.Protocol):
             raise messages.error_of(reply.fault)
         return reply
 
+    @classmethod
+    async def attach(cls, address: str) -> Channel:
+        """Take the rollouts' seat of a lent device. Raises Unavailable if its engine is not there."""
+        ours = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            ours.connect("\0" + address)  # at once, or not at all: the listener is in the same machine
+        except OSError as error:
+            ours.close()
+            raise Unavailable(f"the device's engine is not there: {error.strerror}") from error
+        channel = cls()
+        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=ours)
+        await channel._ready
+        return channel
+
+    async def leave(self) -> None:
+        """Close this connection; what is under way on it ends with Unavailable."""
+        self._closing = True
+        self._transport.abort()
+        await asyncio.shield(self._burial)
+
     # What arrives
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -134,6 +158,8 @@ class Channel(asyncio.Protocol):
                     self._ready.set_result(None)
             case messages.Progress():
                 self._on_progress(event.what)
+            case messages.Breached() | messages.Noted():
+                self.on_word(event)
             case messages.Failed():
                 self._failure = messages.error_of(event.fault)
 
@@ -184,42 +210,39 @@ class Channel(asyncio.Protocol):
 
 
 class DeviceChannel(Channel):
-    """One engine process and the serving connection to it; `rollout` is the other one, if the device is lent."""
+    """One engine process and the serving connection to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], on_progress: Callable[[str], None]) -> None:
         super().__init__(on_progress)
-        self.rollout: Channel | None = None
         self._process = process
 
     @classmethod
     async def start(
-        cls, command: messages.Start, *, on_progress: Callable[[str], None] = lambda what: None
+        cls,
+        command: messages.Start,
+        *,
+        door: socket.socket | None = None,
+        on_progress: Callable[[str], None] = lambda what: None,
     ) -> DeviceChannel:
-        """Start an engine process and wait until it is ready. Raises what the engine says if it cannot start."""
+        """Start an engine process and wait until it is ready. Raises what the engine says if it cannot start.
+
+        A device that is lent takes rollouts at `door`, a socket that listens and stays its maker's (see door.py).
+        """
         environment = os.environ | thread_environment(check_device(command.device))
-        pairs = [socket.socketpair() for _ in range(1 if command.lend is None else 2)]
-        numbers = [theirs.fileno() for _, theirs in pairs]
+        ours, theirs = socket.socketpair()
+        numbers = [theirs.fileno()] + ([door.fileno()] if door is not None else [])
         arguments = [sys.executable, "-m", "rose.coserve.executor", *map(str, [numbers[0], os.getpid(), *numbers[1:]])]
         process = subprocess.Popen(arguments, pass_fds=numbers, env=environment)
-        for _, theirs in pairs:
-            theirs.close()
+        theirs.close()
         channel = cls(process, on_progress)
-        await channel._connect([ours for ours, _ in pairs])
+        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=ours)
         channel._send(command)
         try:
             await channel._ready
-            if channel.rollout is not None:
-                await channel.rollout._ready
         except BaseException:
             await channel.close(kill=True)
             raise
         return channel
-
-    async def _connect(self, sockets: Sequence[socket.socket]) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self, sock=sockets[0])
-        for ours in sockets[1:]:
-            _, self.rollout = await loop.create_unix_connection(Channel, sock=ours)
 
     @property
     def process_id(self) -> int:

@@ -7,7 +7,9 @@ a controller that died leaves a closed gate behind. New weights are loaded by a 
 An error inside a step is the engine's end: it says so and leaves, and the front starts another one. The process also
 leaves when the front does, by the end of the socket's stream or by the kernel's death signal.
 
-    python -m rose.coserve.executor SOCKET_FD PARENT_PID [ROLLOUT_SOCKET_FD]
+    python -m rose.coserve.executor SOCKET_FD PARENT_PID [DOOR_FD]
+
+A device that is lent has a door for the rollouts' front besides (door.py).
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from typing import Any
 
 from rose.coserve import messages
 from rose.coserve.device import check_device, die_with_parent, pin
-from rose.coserve.lent import LentExecutor, load_lent
+from rose.coserve.door import Door
+from rose.coserve.lent import LentExecutor
+from rose.coserve.lent_start import load_lent
 from rose.coserve.link import Closed, EngineLink
 from rose.coserve.port import Port
 from rose.engines.base import Budget, StepEngine
@@ -65,12 +69,11 @@ class Executor:
         return True
 
 
-def serve(connection: socket.socket, rollout_connection: socket.socket | None = None) -> int:
+def serve(connection: socket.socket, door: socket.socket | None = None) -> int:
     """Take the start command, load what it names, run it; the exit code of the process."""
     link = EngineLink(connection)
-    rollout_link = EngineLink(rollout_connection) if rollout_connection is not None else None
     try:
-        _load(_first_command(link), link, rollout_link).run()
+        _load(_first_command(link), link, Door(door) if door is not None else None).run()
     except Closed:
         return 0
     except Exception as error:  # whatever it was, the front is told and starts another engine
@@ -79,18 +82,16 @@ def serve(connection: socket.socket, rollout_connection: socket.socket | None = 
         link.send(messages.Failed(messages.fault_of(error)))
         return error.exit_code if isinstance(error, RoseError) else 1
     finally:
-        for each in (link, rollout_link):
-            if each is not None:
-                each.drain(LAST_WORDS_S)
+        link.drain(LAST_WORDS_S)
     return 0
 
 
-def _load(start: messages.Start, link: EngineLink, rollout_link: EngineLink | None) -> Executor | LentExecutor:
+def _load(start: messages.Start, link: EngineLink, door: Door | None) -> Executor | LentExecutor:
     pin(check_device(start.device))
     link.send(messages.Progress(f"loading {start.folder} on {start.device} (the first start also compiles, once)"))
     if start.lend is not None:
-        assert rollout_link is not None, "a device to lend without a socket for rollouts"
-        return load_lent(start, start.lend, link, rollout_link)
+        assert door is not None, "a device to lend without a door for rollouts"
+        return load_lent(start, start.lend, link, door)
     module, _, name = start.factory.partition(":")
     factory: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -114,12 +115,12 @@ def _first_command(link: EngineLink) -> messages.Start:
 
 
 def main(arguments: Sequence[str]) -> int:
-    descriptor, parent_pid, *rollout = (int(word) for word in arguments)
+    descriptor, parent_pid, *door = (int(word) for word in arguments)
     die_with_parent(parent_pid)
     # Ctrl-C and a service manager's stop reach the whole group; the front decides when the engine goes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return serve(socket.socket(fileno=descriptor), *[socket.socket(fileno=number) for number in rollout])
+    return serve(socket.socket(fileno=descriptor), *[socket.socket(fileno=number) for number in door])
 
 
 if __name__ == "__main__":

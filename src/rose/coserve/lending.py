@@ -12,20 +12,25 @@ view is made anew before every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from rose.core.admission import Admission
 from rose.core.breaches import Breach, Ledger
 from rose.core.decisions import Grant
+from rose.core.dry_run import DryRun
 from rose.core.facts import RolloutView, RunningRequest, ServingView, StepFeatures, WaitingRequest
 from rose.core.memory import LendingStretch
+from rose.core.ration import Ration
 from rose.core.slo import Budgets
 from rose.engines.base import Budget, Request, StepEngine, StepPlan, TokenEvent
 from rose.engines.scheduler import BatchScheduler, LiveRequest
 
 SideName = Literal["serving", "rollout"]
+Decided = Callable[[float, ServingView, RolloutView, Grant], None]
 WAITING_SHOWN = 64  # admission closes long before this many wait; the rest would only cost time to list
 
 
@@ -69,7 +74,11 @@ class Lender:
         self.admission = admission
         self.ledger = Ledger(admission.budgets)
         self.lent_steps = self.lent_tokens = 0
+        self.breaches: Counter[str] = Counter()  # by kind
         self.stopped = ""  # why nothing is lent, by the owner or because there is nobody to lend to
+        self.dry_run: DryRun | None = None  # instead of lending
+        self.ration = Ration()
+        self.on_decision: Decided | None = None  # told of every view and what was granted, if somebody keeps a journal
         self.last_grant = Grant(0, 0, 0.0, "nothing was asked yet")
         self._serving_budget = serving_budget
         self._answers: dict[str, _Answer] = {}  # of the serving requests that have their first token
@@ -123,10 +132,11 @@ class Lender:
             self.admission.rollout.observe(step.plan.features, seconds)
             self.lent_steps += 1
             self.lent_tokens += step.plan.features.new_tokens
+            self.ration.spend(seconds, end_s)
             breach = self.ledger.lent(begin_s, end_s, step.upper_s)
             if self.admission.breaker is not None:
                 self.admission.breaker.lent(end_s, is_late=breach is not None)
-            return [breach] if breach is not None else []
+            return self._counted([breach] if breach is not None else [])
         self.admission.serving.observe(step.plan.features, seconds)
         self._last_step, self._last_step_s = step.plan.features, seconds
         found = [self._token_made(event, end_s) for event in events]
@@ -134,6 +144,10 @@ class Lender:
         if self.admission.breaker is not None:
             for breach in breaches:
                 self.admission.breaker.deadline_lost(breach.at_s)
+        return self._counted(breaches)
+
+    def _counted(self, breaches: list[Breach]) -> list[Breach]:
+        self.breaches.update(breach.objective for breach in breaches)
         return breaches
 
     def _refit(self) -> None:
@@ -143,9 +157,7 @@ class Lender:
                 model.refit()
 
     def _lend(self, now_s: float) -> NextStep | None:
-        if self.stopped:
-            return None
-        self.last_grant = grant = self.admission.decide(self.serving_view(), self.rollout_view(), now_s)
+        self.last_grant = grant = self._decide(now_s)
         if not grant.is_open(now_s):
             return None
         plan = self.rollout.plan(Budget(grant.tokens, grant.sequences))
@@ -155,6 +167,19 @@ class Lender:
         if upper_s > grant.step_s_max:
             return None  # what was planned is not the step that admission had in mind; serving goes first
         return NextStep("rollout", plan, upper_s, grant)
+
+    def _decide(self, now_s: float) -> Grant:
+        if self.stopped:
+            return Grant(0, 0, now_s, self.stopped)
+        if self.dry_run is not None:
+            return self.dry_run.decide(self.serving_view(), now_s)
+        if self.ration.is_spent(now_s):
+            return Grant(0, 0, now_s, f"rollouts have had their {self.ration.share:.0%} of the time, the owner's limit")
+        view, rollouts = self.serving_view(), self.rollout_view()
+        grant = self.admission.decide(view, rollouts, now_s)
+        if self.on_decision is not None:
+            self.on_decision(now_s, view, rollouts, grant)
+        return grant
 
     def _token_made(self, event: TokenEvent, now_s: float) -> Breach | None:
         name, breach = event.request_id, None
@@ -184,7 +209,7 @@ class Lender:
             if answer is None or len(live.token_ids) - live.computed > 1:
                 waiting.append(_waiting(live))
             else:
-                running.append(RunningRequest(answer.last_token_s, len(live.token_ids)))
+                running.append(RunningRequest(answer.last_token_s, len(live.token_ids), live.request.arrival_s))
         waiting += [_waiting(live) for live in scheduler.waiting(WAITING_SHOWN)]
         pool, block_bytes = scheduler.pool, scheduler.limits.block_bytes
         return ServingView(
@@ -200,7 +225,9 @@ class Lender:
     def rollout_view(self) -> RolloutView:
         scheduler, enough = self.rollout.scheduler, self.admission.limits.rollout_step_tokens
         decoding = context = prompt = 0
+        oldest_s = math.inf
         for live in scheduler.running:
+            oldest_s = min(oldest_s, live.request.arrival_s)
             left = len(live.token_ids) - live.computed
             if left == 1:
                 decoding += 1
@@ -208,8 +235,10 @@ class Lender:
             else:
                 prompt += left
         if prompt < enough:
-            prompt += sum(len(live.token_ids) for live in scheduler.waiting(WAITING_SHOWN))
-        return RolloutView(decoding, prompt, context // decoding if decoding else 0)
+            waiting = list(scheduler.waiting(WAITING_SHOWN))
+            prompt += sum(len(live.token_ids) for live in waiting)
+            oldest_s = min([oldest_s, *(live.request.arrival_s for live in waiting)])
+        return RolloutView(decoding, prompt, context // decoding if decoding else 0, oldest_s)
 
 
 def _waiting(live: LiveRequest) -> WaitingRequest:

@@ -77,6 +77,10 @@ class EngineLink:
     def wake(self) -> None:
         os.eventfd_write(self._wake, 1)
 
+    def close(self) -> None:
+        self._socket.close()
+        os.close(self._wake)
+
     def drain(self, seconds: float) -> None:
         """Before leaving: give the last words a bounded time to get out."""
         deadline_s = time.monotonic() + seconds
@@ -99,9 +103,11 @@ class EngineLink:
         self.flush()
 
 
-def wait_any(links: Sequence[EngineLink], seconds: float | None = None) -> None:
-    """Block until one of the links has something to do, or for so long at most."""
+def wait_any(links: Sequence[EngineLink], seconds: float | None = None, *, also: Sequence[int] = ()) -> None:
+    """Block until one of the links has something to do, a descriptor of `also` is readable, or for so long at most."""
     poll = select.poll()
+    for descriptor in also:
+        poll.register(descriptor, select.POLLIN)
     is_sending = [link.watch(poll) for link in links]
     limit_s = min(seconds if seconds is not None else STALL_S, STALL_S)
     found = poll.poll(limit_s * 1000 if any(is_sending) or seconds is not None else None)

@@ -11,29 +11,26 @@ number of requests.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 
-from rose.config.device import EngineSettings
-from rose.core.admission import Mode
-from rose.coserve.pages import PAGE_BYTES
+from rose.config.device import EngineSettings, LendSettings
+from rose.core.breaches import Breach
 from rose.engines.base import EngineFacts, Request, TokenEvent
 from rose.errors import ConfigError, ContextTooLong, ModelError, QueueFull, RequestRefused, RoseError, Unavailable
 
 LENGTH_BYTES = 4
 FRAME_BYTES_MAX = 64 << 20  # a prompt of a million tokens is 5 MB; anything near this is a broken peer
 
+LendingState = Literal["lending", "paused", "drained", "dry_run", "activating", "failed"]
+
 
 class Lend(msgspec.Struct, frozen=True):
     """The rollout model a device is lent to, and on what terms. Its KV memory is part of the serving model's."""
 
     folder: str
-    settings: EngineSettings
-    mode: Mode = "decode"
-    ttft_s: float = 0.5
-    tpot_s: float = 0.15
-    slack_share: float = 0.7
-    page_bytes: int = PAGE_BYTES
+    terms: LendSettings
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -90,11 +87,20 @@ class GetFacts(msgspec.Struct, frozen=True, tag=True):
     tag: int
 
 
+class Control(msgspec.Struct, frozen=True, tag=True):
+    """The owner's word on lending; comes over the serving socket only. `limits` changes what is not None."""
+
+    action: Literal["status", "pause", "resume", "drain", "remove", "dry_run", "limits"]
+    memory_share: float | None = None
+    compute_share: float | None = None
+    tag: int = 0
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Start | Add | Cancel | Evict | SetGrant | KvBudget | Stage | Commit | GetFacts | Shutdown
+Command = Start | Add | Cancel | Evict | SetGrant | KvBudget | Stage | Commit | GetFacts | Control | Shutdown
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -134,12 +140,64 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     fault: Fault
 
 
+class DryRunStatus(msgspec.Struct, frozen=True):
+    """What lending would have given in this time."""
+
+    seconds: float
+    tokens: int
+    lent_s: float
+
+
+class LendingStatus(msgspec.Struct, frozen=True):
+    """All that an owner may want to know about a lent device. Counters only grow while the engine lives."""
+
+    state: LendingState
+    why: str  # what the last decision said, or why nothing is lent
+    mode: str
+    model: Literal["resident", "parked", "absent"]
+    model_bytes: int
+    activation_s: float | None  # how long the last one took
+    parking_s: float | None
+    running: int
+    waiting: int
+    lent_steps: int
+    lent_tokens: int
+    lent_s: float
+    evictions: int
+    evicted_tokens: int  # computed, and thrown away by evictions
+    breaches: dict[str, int]
+    doubtful: int
+    breaker_trips: int
+    page_bytes: int
+    pages: int
+    rollout_pages: int
+    rollout_pages_max: int
+    serving_pages: int
+    headroom_pages: int
+    memory_state: str
+    lending_stretch: float
+    memory_share: float
+    compute_share: float
+    dry_run: DryRunStatus | None = None
+
+
+class Breached(msgspec.Struct, frozen=True, tag=True):
+    breach: Breach
+
+
+class Noted(msgspec.Struct, frozen=True, tag=True):
+    """A line for the journal, which the front writes: the engine process touches no disk."""
+
+    line: bytes
+
+
 class Reply(msgspec.Struct, frozen=True, tag=True):
     tag: int
     facts: EngineFacts
     gate_open: bool = True
     staged_version: str | None = None
     fault: Fault | None = None
+    lending: LendingStatus | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -148,7 +206,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     fault: Fault
 
 
-Event = Progress | Ready | Stepped | Refused | Reply | Failed
+Event = Progress | Ready | Stepped | Refused | Reply | Breached | Noted | Failed
 
 _KINDS: dict[str, type[RoseError]] = {
     kind.__name__: kind

@@ -16,9 +16,10 @@ from rose.core.decisions import Grant
 from rose.coserve import messages
 from rose.coserve.link import EngineLink
 from rose.engines.base import Budget, Request, StepEngine, StepPlan, TokenEvent
-from rose.errors import RequestRefused
+from rose.errors import RequestRefused, RoseError, Unavailable
 
 CLOSED_GATE = Grant(0, 0, 0.0, "no grant yet")
+CLOSED_RETRY_S = 5.0  # an owner's word lasts for minutes; whoever asks is not to wait for it here
 
 
 class Port:
@@ -35,17 +36,22 @@ class Port:
         on_add: Callable[[Request], None] = lambda request: None,
         on_gone: Callable[[str], None] = lambda request_id: None,
         on_swap: Callable[[], None] = lambda: None,
+        on_control: Callable[[messages.Control], None] = lambda control: None,
+        lending: Callable[[], messages.LendingStatus | None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.link = link
         self.leaving = False
+        self.closed = ""  # why no request is taken now
+        self.source: messages.Stage | None = None  # where the weights that run came from, if they were swapped in
         self._own_budget = budget
         self._now_s = now_s
         self._gated = gated
         self._on_add, self._on_gone, self._on_swap = on_add, on_gone, on_swap
+        self._on_control, self._lending = on_control, lending
         self._grant = CLOSED_GATE
         self._unstarted: set[str] = set()
-        self._staged: tuple[str, Any] | None = None
+        self._staged: tuple[messages.Stage, Any] | None = None
         self._staging: threading.Thread | None = None
         self._staging_outcome: tuple[messages.Stage, Any, BaseException | None] | None = None
         self._told_facts = False
@@ -119,15 +125,27 @@ class Port:
                 self._commit(command)
             case messages.GetFacts():
                 self._reply(command.tag)
+            case messages.Control():
+                self._control(command)
             case messages.Shutdown():
                 self.leaving = True
             case messages.Start():
                 raise AssertionError("started twice")
 
+    def _control(self, command: messages.Control) -> None:
+        try:
+            self._on_control(command)
+        except RoseError as error:
+            self._reply(command.tag, error)
+            return
+        self._reply(command.tag)
+
     def _add(self, command: messages.Add) -> None:
         try:
+            if self.closed:
+                raise Unavailable(self.closed, hint="retry later, or elsewhere", retry_after_s=CLOSED_RETRY_S)
             self.engine.add(command.request)
-        except RequestRefused as error:
+        except (RequestRefused, Unavailable) as error:
             self.link.send(messages.Refused(command.request.request_id, messages.fault_of(error)))
             return
         self._unstarted.add(command.request.request_id)
@@ -152,9 +170,9 @@ class Port:
         if tag == 0:
             return
         fault = messages.fault_of(error) if error is not None else None
-        staged_version = self._staged[0] if self._staged else None
+        staged_version = self._staged[0].version if self._staged else None
         gate_open = self.budget() is not None
-        self.link.send(messages.Reply(tag, self.engine.facts(), gate_open, staged_version, fault))
+        self.link.send(messages.Reply(tag, self.engine.facts(), gate_open, staged_version, fault, self._lending()))
 
     # Weights
 
@@ -180,15 +198,15 @@ class Port:
         self._staging.join()
         self._staging = self._staging_outcome = None
         if error is None:
-            self._staged = (command.version, staged)
+            self._staged = (command, staged)
         self._reply(command.tag, error)
 
     def _commit(self, command: messages.Commit) -> None:
-        if self._staged is None or self._staged[0] != command.version:
-            held = f"`{self._staged[0]}` is" if self._staged else "nothing is"
+        if self._staged is None or self._staged[0].version != command.version:
+            held = f"`{self._staged[0].version}` is" if self._staged else "nothing is"
             self._reply(command.tag, RequestRefused(f"version `{command.version}` is not staged; {held}"))
             return
         self.engine.swap(self._staged[1])
-        self._staged = None
+        self.source, self._staged = self._staged[0], None
         self._on_swap()
         self._reply(command.tag)

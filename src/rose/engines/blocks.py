@@ -15,6 +15,7 @@ for a page, then drops the cached block used longest ago, then insists on a page
 longest ago first. In-place reuse goes block by block because dropping whole pages there costs prefix hits
 and saves no page. Where requests come and go among cached blocks they end up in nearly every page, so that
 hardly one can go; `gather` then moves their blocks together (benchmarks/pages.py shows how much it matters).
+A move is a copy of keys and values, and a block that moved is still found under its digest.
 
 Without a source every page is here from the start, and by default there is one page of all blocks.
 
@@ -29,6 +30,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import Protocol
 
 from rose.engines.shelf import NOT_ON_SHELF, PageShelf
@@ -189,17 +191,22 @@ class BlockPool:
             self.source.give_back(going)
         return len(going)
 
-    def gather(self, pages: int) -> dict[int, int]:
+    def gather(self, pages: int, blocks_max: int | None = None) -> dict[int, int]:
         """Move requests' blocks together until this many pages hold none of them, as far as others have places.
 
-        {from: to}. Before anything else whoever computes must copy these blocks and whoever lists blocks rename them.
+        {from: to}, at most `blocks_max` of them. No place is also a source, so they may be copied in any order. Before
+        anything else whoever computes must copy these blocks and whoever lists blocks rename them.
         """
-        going = self._pages_to_vacate(pages)
+        going = self._pages_to_vacate(pages, self.used if blocks_max is None else blocks_max)
         staying = [p for p, referenced in enumerate(self._referenced) if referenced and p not in going]
-        blocks = [block for page in going for block in self._blocks_of(page) if self.references[block]]
-        moves = dict(zip(blocks, self._places_in(staying, len(blocks)), strict=True))
+        leaving = {page: [block for block in self._blocks_of(page) if self.references[block]] for page in going}
+        blocks = [block for inside in leaving.values() for block in inside]
+        moves = dict(zip(blocks, self._take_places(staying, len(blocks)), strict=True))
         for block, place in moves.items():
-            self._move(block, place)
+            self._rename(block, place)
+        for page, inside in leaving.items():
+            self._free[page] = sorted(self._free[page] + inside)  # which is a heap
+            self._refer(page, -len(inside))
         return moves
 
     def pages_to_free(self, count: int) -> dict[int, list[int]]:
@@ -276,7 +283,7 @@ class BlockPool:
         pinned = [page for page, referenced in enumerate(self._referenced) if referenced]
         return sorted(pinned, key=lambda page: (self._referenced[page], -page))
 
-    def _pages_to_vacate(self, pages: int) -> list[int]:
+    def _pages_to_vacate(self, pages: int, blocks_max: int) -> list[int]:
         """Enough of the least full pages to have `pages` without a request, if the rest can take their blocks."""
         pinned = self._pinned_pages()
         missing = pages - (self.pages_held - len(pinned))
@@ -284,33 +291,34 @@ class BlockPool:
         going: list[int] = []
         for page in pinned[: max(0, missing)]:
             places -= self.blocks_per_page
-            if places < 0:
+            blocks_max -= self._referenced[page]
+            if places < 0 or blocks_max < 0:
                 break
             going.append(page)
         return going
 
-    def _places_in(self, pages: Sequence[int], count: int) -> list[int]:
-        """Free blocks of these pages, fullest page first, and then the least recently used of what they cache."""
-        fullest_first = sorted(pages, key=lambda page: (-self._referenced[page], page))
-        found = [block for page in fullest_first for block in sorted(self._free[page])][:count]
-        inside = set(pages)
-        cached = [block for block in self._cached if block // self.blocks_per_page in inside]
-        for block in cached[: count - len(found)]:
-            self._drop(block)
-            found.append(block)
+    def _take_places(self, pages: Sequence[int], count: int) -> list[int]:
+        """Free blocks of these pages, fullest page first; if they are too few, what was used longest ago is dropped."""
+        missing = count - sum(len(self._free[page]) for page in pages)
+        if missing > 0:
+            inside = set(pages)
+            cached = (block for block in self._cached if block // self.blocks_per_page in inside)
+            for block in list(islice(cached, missing)):
+                self._drop(block)
+        found: list[int] = []
+        for page in sorted(pages, key=lambda page: (-self._referenced[page], page)):
+            free = sorted(self._free[page])
+            taken = free[: count - len(found)]
+            self._free[page] = free[len(taken) :]
+            self._refer(page, len(taken))
+            found += taken
         return found
 
-    def _move(self, block: int, place: int) -> None:
-        free = self._free[place // self.blocks_per_page]
-        free.remove(place)
-        heapq.heapify(free)
-        heapq.heappush(self._free[block // self.blocks_per_page], block)
+    def _rename(self, block: int, place: int) -> None:
         self.references[place], self.references[block] = self.references[block], 0
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             self._digest_of[place], self._block_of[digest] = digest, place
-        self._refer(place // self.blocks_per_page, 1)
-        self._refer(block // self.blocks_per_page, -1)
 
     def _trim(self) -> None:
         if self.source is not None:  # a lower limit means that pages are wanted

@@ -62,6 +62,7 @@ class LiveRequest:
     last_planned: int = 0
     slot: int = -1  # in [0, max_sequences) and its own while running
     prepared_blocks: int = 0  # for the engine: how many of `blocks` it has made ready
+    has_moved: bool = False  # for the engine: some of those are others now, with the same content
 
     @property
     def key(self) -> tuple[int, int]:
@@ -156,6 +157,18 @@ class BatchScheduler:
         while self.pool.used > self.pool.limit and by_loss:
             events.append(self._abort(by_loss.pop()))
         return events
+
+    def gather(self, pages: int, blocks_max: int) -> dict[int, int]:
+        """Move requests' blocks together so that this many pages hold none, if that takes no more moves than this.
+
+        {from: to}. Whoever calls it copies these blocks before anything else happens. Plans stay good.
+        """
+        moves = self.pool.gather(pages, blocks_max)
+        for sequence in self.running if moves else ():
+            renamed = [moves.get(block, block) for block in sequence.blocks]
+            sequence.has_moved |= renamed != sequence.blocks
+            sequence.blocks = renamed
+        return moves
 
     def plan(self, budget: Budget) -> StepPlan | None:
         self._plan_number += 1

@@ -29,7 +29,7 @@ LOGPROB_MIN = -4.0  # about what sampling at temperature 1 shows; nothing depend
 
 
 class SimulatedEngine:
-    """A `StepEngine`. `last_step_s` is what the newest step would have taken."""
+    """A `StepEngine`. `last_step_s` is what the newest step would have taken. A `pool` may share pages with others."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class SimulatedEngine:
         *,
         version: str = "0",
         kv_blocks: int | None = None,
+        pool: BlockPool | None = None,
         max_step_tokens: int = 512,
         max_sequences: int = 64,
         max_waiting: int = 1024,
@@ -54,7 +55,7 @@ class SimulatedEngine:
             vocabulary=vocabulary,
             eos_token_ids=frozenset(eos_token_ids),
         )
-        self.scheduler = BatchScheduler(limits, BlockPool(kv_blocks or profile.kv_blocks), version)
+        self.scheduler = BatchScheduler(limits, pool or BlockPool(kv_blocks or profile.kv_blocks), version)
         self.last_step_s = 0.0
 
     def add(self, request: Request) -> None:

@@ -12,7 +12,8 @@ from rose.errors import RoseError
 from rose.front.answering import ARRIVAL
 from rose.front.context import Front
 from rose.front.failures import Failure, failure_of, failure_of_http
-from rose.front.routes import OPENAPI_PATH, ROUTES, Handler, openapi
+from rose.front.routes import OPENAPI_PATH, Handler, openapi, routes_of
+from rose.front.tokens import check_bearer
 
 logger = logging.getLogger("rose.front")
 
@@ -35,6 +36,8 @@ def application(front: Front, in_flight: InFlight) -> web.Application:
         try:
             if in_flight.draining:
                 raise _shutting_down()
+            if front.token is not None:
+                check_bearer(request, front.token)
             return await _answer(request, handler)
         except Failure as failure:
             return failure.response()
@@ -42,7 +45,7 @@ def application(front: Front, in_flight: InFlight) -> web.Application:
             in_flight.count -= 1
 
     app = web.Application(middlewares=[guard], client_max_size=front.settings.max_body_bytes)
-    for route in ROUTES:
+    for route in routes_of(front):
         path = route.operation.path.replace("{model}", "{model:.+}")  # names may have slashes
         app.router.add_route(route.operation.method, path, _bind(front, route.handler))
     app.router.add_get(OPENAPI_PATH, _bind(front, openapi))

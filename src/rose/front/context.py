@@ -14,9 +14,10 @@ from rose.config.device import FrontSettings
 from rose.errors import ContextTooLong, RequestRefused
 from rose.front.failures import Failure, bad_request
 from rose.front.generation import Choice, Generation
+from rose.front.handle import EngineHandle
+from rose.front.lending import LendingDesk
 from rose.front.metrics import FrontMetrics
 from rose.front.requests import ChatMessage
-from rose.front.supervisor import Supervisor
 from rose.models.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 16_384  # tokenised in a millisecond or two; more is done in a thread, beside the other requests
@@ -30,10 +31,12 @@ class Front:
     model_name: str
     vocabulary: int
     tokenizer: Tokenizer
-    engine: Supervisor
+    engine: EngineHandle
     metrics: FrontMetrics
     settings: FrontSettings
     longest_token_bytes: int
+    token: str | None = None  # that every request must bear, on the rollouts' door
+    desk: LendingDesk | None = None  # the owner's controls, on the door of a device that is lent
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

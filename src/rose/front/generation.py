@@ -15,8 +15,8 @@ import msgspec
 
 from rose.coserve.mailbox import Mailbox
 from rose.engines.base import Request, TokenEvent
+from rose.front.handle import EngineHandle
 from rose.front.metrics import FrontMetrics
-from rose.front.supervisor import Supervisor
 from rose.front.text import ChoiceText
 
 Alternatives = tuple[tuple[int, float], ...]
@@ -122,7 +122,7 @@ class Choice:
 class Generation:
     """A context manager: entering submits all choices, leaving cancels those that have not ended."""
 
-    def __init__(self, engine: Supervisor, metrics: FrontMetrics, choices: Sequence[Choice]) -> None:
+    def __init__(self, engine: EngineHandle, metrics: FrontMetrics, choices: Sequence[Choice]) -> None:
         self.choices = choices
         self._engine = engine
         self._metrics = metrics

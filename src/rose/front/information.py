@@ -35,6 +35,8 @@ async def health(front: Front, request: web.Request) -> web.Response:
 
 
 async def metrics(front: Front, request: web.Request) -> web.Response:
+    if front.desk is not None:
+        await front.desk.refresh()
     return web.Response(body=front.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -40,8 +40,8 @@ class Timing:
 class FrontMetrics:
     """One per device. `facts` gives the newest facts with counters that survive a restart of the engine."""
 
-    def __init__(self, model_name: str, facts: Callable[[], EngineFacts]) -> None:
-        self._metrics = Metrics()
+    def __init__(self, model_name: str, facts: Callable[[], EngineFacts], metrics: Metrics | None = None) -> None:
+        self._metrics = metrics or Metrics()
         self._labels = {LABEL: model_name}
         self._timings: dict[str, Timing] = {}
         self._mirror_facts(facts)
@@ -50,6 +50,8 @@ class FrontMetrics:
         self._mean_gap = self._histogram("request_time_per_output_token_seconds", TOKEN_GAP_BUCKETS_S)
         self._whole = self._histogram("e2e_request_latency_seconds", REQUEST_BUCKETS_S)
         self._queued = self._histogram("request_queue_time_seconds", REQUEST_BUCKETS_S)
+        step_s = self._metrics.counter("rose_step_seconds", "Time spent in steps of this model.", [LABEL])
+        self._step_s = step_s.labels(model_name)
         self._step_tokens = self._histogram("iteration_tokens_total", TOKEN_COUNT_BUCKETS)
         self._request_prompt = self._histogram("request_prompt_tokens", TOKEN_COUNT_BUCKETS)
         self._request_output = self._histogram("request_generation_tokens", TOKEN_COUNT_BUCKETS)
@@ -76,6 +78,7 @@ class FrontMetrics:
         now_s = time.monotonic()
         if stepped.step_tokens:
             self._step_tokens.observe(stepped.step_tokens)
+            self._step_s.inc(stepped.step_s)
         for request_id in stepped.started:
             if request_id in self._timings:
                 self._queued.observe(max(0.0, now_s - stepped.step_s - self._timings[request_id].arrival_s))

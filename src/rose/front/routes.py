@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
-from rose.front import chat, completions, generate, information, replies
+from rose.coserve.messages import LendingStatus
+from rose.front import chat, completions, control, generate, information, replies
 from rose.front.context import Front
 from rose.front.openapi import Operation, document
 
@@ -25,11 +26,16 @@ class Route:
 
 
 async def openapi(front: Front, request: web.Request) -> web.Response:
-    return web.json_response(openapi_document(front.model_name))
+    return web.json_response(openapi_document(front.model_name, routes_of(front)))
 
 
-def openapi_document(model_name: str) -> dict[str, Any]:
-    return document([route.operation for route in ROUTES], [generate.SAMPLING_READER], model_name)
+def openapi_document(model_name: str, routes: Sequence[Route] | None = None) -> dict[str, Any]:
+    return document([route.operation for route in routes or ROUTES], [generate.SAMPLING_READER], model_name)
+
+
+def routes_of(front: Front) -> Sequence[Route]:
+    """Those of every device, and the owner's if it is lent."""
+    return ROUTES if front.desk is None else (*ROUTES, *OWNER_ROUTES)
 
 
 def _post(path: str, handler: Handler, what: str, **known: Any) -> Route:
@@ -89,5 +95,16 @@ ROUTES = (
     _get("/health", information.health, "Whether requests are taken.", reply=replies.Health, statuses=(503,)),
     _get("/version", information.version, "The version of ROSE.", reply=replies.Version),
     _get("/metrics", information.metrics, "Metrics for Prometheus, under vLLM's names."),
+)
+OWNER_ROUTES = (
+    _get("/rose/lending", control.status, "How lending goes.", reply=LendingStatus, statuses=(401, 503)),
+    _post(
+        "/rose/lending/{action}",
+        control.control,
+        "pause, resume, drain, remove, dry-run or limits.",
+        reader=control.READER,
+        reply=LendingStatus,
+        statuses=(400, 401, 404, 408, 413, 503),
+    ),
 )
 OPENAPI_PATH = "/openapi.json"

@@ -1,148 +1,156 @@
 """The front process of a device, from listening to leaving.
 
-The port is taken before the model is loaded, so that a port in use is said at once, and opened after it, so that
-nobody is let in to wait. A first signal stops listening and gives running requests `shutdown_s` to end; then, or at a
-second signal, they are ended with an error. An engine that cannot be kept running ends the device too, with that error.
+The ports are taken before the model is loaded, so that a port in use is said at once, and opened after it, so that
+nobody is let in to wait. A device that is lent has a second front, for rollouts, in a process of its own; a device
+without a serving model is a dedicated rollout worker, whose only door is the rollouts'.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import signal
+import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-from aiohttp import web
-
-from rose.config.device import DeviceSettings
+from rose.config.device import DeviceSettings, FrontSettings
 from rose.coserve.channel import EMBEDDED, start_command
 from rose.coserve.device import check_device
-from rose.front.application import InFlight, application
-from rose.front.connections import Doorkeeper
+from rose.coserve.door import address_of, open_door
+from rose.errors import ConfigError
+from rose.front.building import build_front
 from rose.front.context import Front
-from rose.front.metrics import FrontMetrics
-from rose.front.ports import cannot_listen, take_port
+from rose.front.devices import DeviceCard, shown
+from rose.front.lending import LendingDesk
+from rose.front.listening import Say, Signals, answer_until
+from rose.front.ports import take_port
+from rose.front.rollouts import RolloutFront, RolloutProcess
 from rose.front.supervisor import Supervisor
-from rose.models.folder import ModelFolder, load_model_folder
-
-logger = logging.getLogger("rose.front")
-
-BACKLOG = 1024
-KEEP_ALIVE_S = 75.0
-FAREWELL_S = 1.0  # for handlers to say that the device is going
-Say = Callable[[str], None]
+from rose.front.tokens import OWNER_VARIABLE, ROLLOUT_VARIABLE, token_from
+from rose.models.folder import load_model_folder
+from rose.observe.journal import Journal
+from rose.observe.metrics import Metrics
 
 
-async def serve(model: Path, settings: DeviceSettings, *, say: Say = print, factory: str = EMBEDDED) -> None:
+async def serve(
+    model: Path | None,
+    settings: DeviceSettings,
+    *,
+    lend: Path | None = None,
+    say: Say = print,
+    factory: str = EMBEDDED,
+) -> None:
     """Run a device until a signal stops it. Raises ConfigError at start-up, Unavailable if the engine is lost."""
     check_device(settings.device)
     signals = Signals()
-    with take_port(settings.front) as listener:
+    if model is not None and lend is not None:
+        await _serve_and_lend(model, lend, settings, signals, say)
+    elif model is not None:
+        await _serve(model, settings, settings.front, signals, say, factory)
+    elif lend is not None:
+        await _serve(lend, settings, settings.rollout, signals, say, factory, token=token_from(ROLLOUT_VARIABLE))
+    else:
+        raise ConfigError("there is nothing to serve", hint="name a model folder: rose serve MODEL")
+
+
+async def _serve(
+    model: Path,
+    settings: DeviceSettings,
+    door: FrontSettings,
+    signals: Signals,
+    say: Say,
+    factory: str,
+    *,
+    token: str | None = None,
+) -> None:
+    """One model at one door; with a token it is a dedicated rollout worker."""
+    with take_port(door) as listener:
         folder = load_model_folder(model)
         engine = Supervisor(start_command(model, settings, factory=factory, gated=False), on_progress=say)
         try:
             await signals.interrupts(engine.start())
-            front = _front(folder, settings, engine)
-            await _answer_until_told(front, listener, signals, say)
+            front = build_front(folder, settings.model_name, door, engine, token=token)
+            engine.on_step = front.metrics.observe
+            with _card(front, None, listener, listener, token):
+                await answer_until(front, listener, signals, say, on_open=lambda: _welcome(front, listener, say))
         finally:
             await engine.close()
 
 
-def _front(folder: ModelFolder, settings: DeviceSettings, engine: Supervisor) -> Front:
-    name = settings.model_name or folder.name
-    metrics = FrontMetrics(name, lambda: engine.facts)
-    engine.on_step = metrics.observe
-    tokenizer = folder.tokenizer
-    longest = max((len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.size)), default=1)
-    return Front(name, folder.spec.vocabulary, tokenizer, engine, metrics, settings.front, max(1, longest))
-
-
-async def _answer_until_told(front: Front, listener: socket.socket, signals: Signals, say: Say) -> None:
-    in_flight = InFlight()
-    runner = web.AppRunner(
-        application(front, in_flight),
-        handler_cancellation=True,  # a client that leaves is noticed, and its request cancelled
-        access_log=None,
-        logger=_quiet_logger(),
-        keepalive_timeout=KEEP_ALIVE_S,
-        shutdown_timeout=FAREWELL_S,
-    )
-    await runner.setup()
-    http = runner.server
-    assert http is not None
-    try:
-        server = await asyncio.get_running_loop().create_server(
-            lambda: Doorkeeper(http, front.settings.max_connections), sock=listener, backlog=BACKLOG
+async def _serve_and_lend(model: Path, lend: Path, settings: DeviceSettings, signals: Signals, say: Say) -> None:
+    with ExitStack() as held:
+        listener = held.enter_context(take_port(settings.front))
+        rollout_listener = held.enter_context(take_port(settings.rollout))
+        rollout_listener.listen()
+        door = held.enter_context(open_door())
+        folder, rollout_folder = load_model_folder(model), load_model_folder(lend)
+        owner_token, rollout_token = token_from(OWNER_VARIABLE), token_from(ROLLOUT_VARIABLE)
+        journal = held.enter_context(Journal(settings.lend.journal)) if settings.lend.journal else None
+        command = start_command(model, settings, factory=EMBEDDED, gated=False, lend=lend)
+        engine = Supervisor(command, on_progress=say, door=door)
+        told = RolloutFront(
+            folder=str(lend),
+            name=None,
+            address=address_of(door),
+            listener=rollout_listener.fileno(),
+            token=rollout_token,
+            settings=settings.rollout,
+            requests_max=settings.lend.max_sequences + settings.lend.max_waiting,
         )
-    except OSError as error:
-        raise cannot_listen(front.settings, error) from error
-    try:
-        _welcome(front, listener, say)
-        ends: list[asyncio.Future[Any]] = [signals.first, front.engine.gave_up]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        server.close()
-        if front.engine.gave_up.done():
-            raise front.engine.gave_up.result()
-        await _drain(front, in_flight, signals, say)
-    finally:
-        in_flight.draining = True
-        server.close()
-        await front.engine.close()
-        await runner.cleanup()
+        rollouts: RolloutProcess | None = None
+        try:
+            await signals.interrupts(engine.start())
+            rollouts = RolloutProcess(told)
+            figures = Metrics()
+            desk = LendingDesk(engine, owner_token, figures, journal)
+            front = build_front(folder, settings.model_name, settings.front, engine, metrics=figures, desk=desk)
+            engine.on_step = front.metrics.observe
+
+            def welcome() -> None:
+                _welcome(front, listener, say)
+                say(f"lending to {rollout_folder.name} at {_url(rollout_listener)} (mode {settings.lend.mode})")
+                say("try: rose lend status")
+
+            with _card(front, rollout_folder.name, listener, rollout_listener, rollout_token):
+                await answer_until(front, listener, signals, say, on_open=welcome)
+        finally:
+            await engine.close()
+            if rollouts is not None:
+                await rollouts.close()
 
 
-def _quiet_logger() -> logging.Logger:
-    """aiohttp reports what clients do wrong with a traceback; what we do wrong, the application reports itself."""
-    found = logging.getLogger("rose.front.http")
-    found.setLevel(logging.CRITICAL)
-    return found
+@contextmanager
+def _card(
+    front: Front, rollout_model: str | None, listener: socket.socket, rollouts: socket.socket, token: str | None
+) -> Iterator[None]:
+    """Only devices with rollouts have a card: nobody looks for the others."""
+    if token is None:
+        yield
+        return
+    card = DeviceCard(
+        process_id=os.getpid(),
+        model=front.model_name if rollout_model is not None else "",
+        rollout_model=rollout_model or front.model_name,
+        url=_url(listener) if rollout_model is not None else "",
+        rollout_url=_url(rollouts),
+        owner_token=front.desk.token if front.desk is not None else "",
+        rollout_token=token,
+    )
+    with shown(card):
+        yield
 
 
-async def _drain(front: Front, in_flight: InFlight, signals: Signals, say: Say) -> None:
-    """Nothing new; what runs has a bounded time to end."""
-    in_flight.draining = True
-    if in_flight.count:
-        limit_s = front.settings.shutdown_s
-        say(f"stopping: {in_flight.count} requests have {limit_s:g} s to end; stop again to end them now")
-    deadline_s = asyncio.get_running_loop().time() + front.settings.shutdown_s
-    while in_flight.count and not signals.second.done() and asyncio.get_running_loop().time() < deadline_s:
-        await asyncio.wait([signals.second], timeout=0.05)
-
-
-class Signals:
-    """SIGINT and SIGTERM of this process, the first and the second."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.first: asyncio.Future[None] = loop.create_future()
-        self.second: asyncio.Future[None] = loop.create_future()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._arrived)
-
-    async def interrupts(self, work: Coroutine[None, None, None]) -> None:
-        """Do this work, unless a signal comes first; then leave as if by Ctrl-C."""
-        task = asyncio.ensure_future(work)
-        await asyncio.wait([task, self.first], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            raise KeyboardInterrupt
-        await task
-
-    def _arrived(self) -> None:
-        for waiting in (self.first, self.second):
-            if not waiting.done():
-                waiting.set_result(None)
-                return
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    shown_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown_host}:{port}"
 
 
 def _welcome(front: Front, listener: socket.socket, say: Say) -> None:
-    host, port = listener.getsockname()[:2]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{shown}:{port}"
+    url = _url(listener)
     say(f"{front.model_name} is ready at {url}/v1")
+    if front.token is not None:
+        say("a rollout worker: requests need its token; `rose lend token` prints it")
+        return
     body = f'{{"model": "{front.model_name}", "prompt": "Hello", "max_tokens": 32}}'
     say(f"try: curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -36,10 +37,14 @@ LEVELS = ("running", "waiting", "kv_blocks_used", "kv_blocks_cached")
 class Supervisor:
     """One per device. `gave_up` is set when the engine cannot be kept running."""
 
-    def __init__(self, command: messages.Start, *, on_progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, command: messages.Start, *, on_progress: Callable[[str], None], door: socket.socket | None = None
+    ) -> None:
         self.gave_up: asyncio.Future[Unavailable] = asyncio.get_running_loop().create_future()
         self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
+        self.on_word: Callable[[messages.Breached | messages.Noted], None] = lambda word: None
         self._command = command
+        self._door = door
         self._on_progress = on_progress
         self._channel: DeviceChannel | None = None
         self._last_facts: EngineFacts
@@ -88,6 +93,12 @@ class Supervisor:
         if self._channel is not None:
             self._channel.cancel(request_ids)
 
+    async def ask(self, command: messages.Command) -> messages.Reply:
+        """A question to the engine; raises Unavailable while there is none, and what it replies with."""
+        if self._channel is None or self._closing:
+            raise messages.error_of(messages.fault_of(self._reason))
+        return await self._channel.ask(command)
+
     async def close(self) -> None:
         """Stop for good: what is under way ends with Unavailable."""
         self._closing = True
@@ -99,8 +110,9 @@ class Supervisor:
             await self._channel.close()
 
     async def _start_engine(self) -> None:
-        channel = await DeviceChannel.start(self._command, on_progress=self._on_progress)
+        channel = await DeviceChannel.start(self._command, door=self._door, on_progress=self._on_progress)
         channel.on_step = lambda stepped: self.on_step(stepped)
+        channel.on_word = lambda word: self.on_word(word)
         self._last_facts = channel.facts
         self._channel = channel
 

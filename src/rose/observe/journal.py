@@ -97,7 +97,10 @@ class Journal:
 
     def append(self, now_s: float, fact: Any, decisions: Sequence[Any] = ()) -> None:
         """Write one line. Raises Unavailable if the disk does not take it; the journal is then as before."""
-        line = _line_of(self._vocabulary, now_s, fact, decisions)
+        self.append_line(line_of(self._vocabulary, now_s, fact, decisions))
+
+    def append_line(self, line: bytes) -> None:
+        """The same for a line that another process has made by `line_of`."""
         try:
             if self._bytes and self._bytes + len(line) > self._file_bytes_max:
                 self._rotate()
@@ -154,12 +157,13 @@ def replay(path: str | Path, decide: Decide, vocabulary: Vocabulary | None = Non
     for entry in read(path, vocabulary, notes):
         decided = tuple(decide(entry.fact, entry.t_s))
         # As text: what was recorded has been through it, and NaN is not equal to itself.
-        if _line_of(vocabulary, 0.0, entry.fact, decided) != _line_of(vocabulary, 0.0, entry.fact, entry.decisions):
+        if line_of(vocabulary, 0.0, entry.fact, decided) != line_of(vocabulary, 0.0, entry.fact, entry.decisions):
             return Replay(notes, Difference(entry, decided))
     return Replay(notes)
 
 
-def _line_of(vocabulary: Vocabulary, now_s: float, fact: Any, decisions: Sequence[Any]) -> bytes:
+def line_of(vocabulary: Vocabulary, now_s: float, fact: Any, decisions: Sequence[Any]) -> bytes:
+    """One line of a journal."""
     made = [vocabulary.to_tree(decision) for decision in decisions]
     tree = {"t": now_s, "fact": vocabulary.to_tree(fact), "decisions": made}
     return msgspec.json.encode(tree) + b"\n"

@@ -24,6 +24,7 @@ STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128
 TOKEN_COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 MirrorKind = Literal["counter", "gauge"]
+Read = Callable[[], float | None]
 
 
 class Metrics:
@@ -48,11 +49,15 @@ class Metrics:
         kind: MirrorKind,
         name: str,
         what: str,
-        read: Callable[[], float | None],
+        read: Read,
         labels: dict[str, str] | None = None,
     ) -> None:
         """Show a number that is kept elsewhere; `read` is called at every scrape, and None leaves it out."""
-        self.registry.register(_Mirror(kind, name, what, read, labels or {}))
+        self.registry.register(_Mirror(kind, name, what, [(labels or {}, read)]))
+
+    def mirror_by(self, kind: MirrorKind, name: str, what: str, label: str, reads: dict[str, Read]) -> None:
+        """The same for a number per value of a label."""
+        self.registry.register(_Mirror(kind, name, what, [({label: value}, read) for value, read in reads.items()]))
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes, to be sent as CONTENT_TYPE."""
@@ -60,21 +65,21 @@ class Metrics:
 
 
 class _Mirror(Collector):
-    def __init__(
-        self, kind: MirrorKind, name: str, what: str, read: Callable[[], float | None], labels: dict[str, str]
-    ) -> None:
-        self.kind, self.name, self.what, self.read, self.labels = kind, name, what, read, labels
+    def __init__(self, kind: MirrorKind, name: str, what: str, reads: Sequence[tuple[dict[str, str], Read]]) -> None:
+        self.kind, self.name, self.what, self.reads = kind, name, what, reads
 
     def describe(self) -> Iterator[Metric]:
         yield self._family()
 
     def collect(self) -> Iterator[Metric]:
-        value = self.read()
-        if value is not None:
-            family = self._family()
-            family.add_metric(list(self.labels.values()), value)
+        family = self._family()
+        for labels, read in self.reads:
+            value = read()
+            if value is not None:
+                family.add_metric(list(labels.values()), value)
+        if family.samples:
             yield family
 
     def _family(self) -> CounterMetricFamily | GaugeMetricFamily:
         family = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        return family(self.name, self.what, labels=list(self.labels))
+        return family(self.name, self.what, labels=list(self.reads[0][0]))

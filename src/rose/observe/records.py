@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rose.core import decisions, facts
+from rose.core import breaches, decisions, facts
 
 KIND = "kind"
 _FLOAT = "$float"
@@ -74,7 +74,7 @@ class Vocabulary:
 
 def core_vocabulary() -> Vocabulary:
     """Every fact and decision of the core."""
-    return Vocabulary.of(facts, decisions)
+    return Vocabulary.of(facts, decisions, breaches)
 
 
 def _with_named_floats(value: Any) -> Any:

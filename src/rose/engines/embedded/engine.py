@@ -116,6 +116,15 @@ class EmbeddedEngine:
         self._runner.weights = staged
         self.scheduler.swap(staged.version)
 
+    @property
+    def weights_bytes(self) -> int:
+        return self._runner.weights.nbytes
+
+    def release_weights(self) -> None:
+        """Forget the weights; nothing may be planned until `swap` brings some."""
+        assert not self.scheduler.has_work(), "requests that need the weights"
+        self._runner.weights = self._runner.weights.emptied()
+
     def limit_kv(self, blocks: int) -> list[TokenEvent]:
         return self.scheduler.limit_kv(blocks)
 
@@ -149,14 +158,14 @@ class EmbeddedEngine:
         return logits, sampled
 
     def _prepare_blocks(self, live: LiveRequest) -> None:
-        """Enter new blocks in the table; their values must be zero (see kernels)."""
+        """Enter new blocks in the table, and those that moved; the values of new ones must be zero (see kernels)."""
         fresh = live.blocks[live.prepared_blocks :]
-        if live.prepared_blocks and not fresh:
+        if live.prepared_blocks and not fresh and not live.has_moved:
             return
         for block in fresh:
             self._kv_values[block] = 0.0
         self._block_table[live.slot, : len(live.blocks)] = live.blocks
-        live.prepared_blocks = len(live.blocks)
+        live.prepared_blocks, live.has_moved = len(live.blocks), False
 
 
 def _context_tokens(spec: ModelSpec, settings: EngineSettings) -> int:

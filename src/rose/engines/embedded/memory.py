@@ -7,6 +7,7 @@ blocks its pool has handed out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,12 @@ class KvMemory:
 
     floats: NDArray[np.float32]
     pool: BlockPool
+
+    def copy(self, moves: Mapping[int, int]) -> None:
+        """Blocks that were moved, {from: to}; what is not moved is not touched, for its page may be away."""
+        blocks = self.floats.reshape(self.pool.capacity, -1)
+        for block, place in moves.items():
+            blocks[place] = blocks[block]
 
 
 def block_bytes(spec: ModelSpec) -> int:

@@ -10,7 +10,7 @@ biases are always float32.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,11 @@ class PackedWeights:
     @property
     def nbytes(self) -> int:
         return self.floats.nbytes + self.embedding_bf16.nbytes + self.embedding_f32.nbytes
+
+    def emptied(self) -> PackedWeights:
+        """The same without anything in it: what is left of weights that were released."""
+        empty = {name: getattr(self, name)[:0].copy() for name in ("floats", "embedding_bf16", "embedding_f32")}
+        return replace(self, **empty)
 
 
 def pad16(size: int) -> int:

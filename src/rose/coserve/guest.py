@@ -1,0 +1,211 @@
+"""The rollout model as a guest on a serving device: who speaks for it, where its weights and its memory are.
+
+*resident*  weights and KV pages; it runs when it is let.
+*parked*    weights, but no page and no request: nothing of serving's memory is taken. Back at once.
+*absent*    nothing. Back after its weights were read again, by a thread, while serving goes on.
+
+Leaving is quick, between two steps: every request is ended with "abort" and keeps its tokens, every page goes to
+serving. An exception on the guest's side makes it leave for good, with the reason kept for the owner. On a CPU the
+host's memory is the device's, so parking frees KV memory only; on a GPU the weights would move to the host.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+from rose.coserve import messages
+from rose.coserve.lending import Lender, ScheduledEngine
+from rose.coserve.link import EngineLink
+from rose.coserve.port import Port
+from rose.coserve.tenancy import SharedMemory
+from rose.engines.base import Budget, TokenEvent
+from rose.errors import RequestRefused
+
+Place = Literal["resident", "parked", "absent"]
+
+
+class GuestEngine(ScheduledEngine, Protocol):
+    """A step engine whose weights can leave."""
+
+    @property
+    def weights_bytes(self) -> int: ...
+
+    def release_weights(self) -> None:
+        """Forget the weights; nothing may be planned until `swap` brings some."""
+
+
+class Guest:
+    """One per lent device. All but the reading of weights happens between two steps."""
+
+    def __init__(
+        self,
+        lender: Lender,
+        engine: GuestEngine,
+        memory: SharedMemory | None,
+        *,
+        folder: str,
+        budget: Budget,
+        now_s: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        self.lender, self.engine, self.memory = lender, engine, memory
+        self.port: Port | None = None
+        self.place: Place = "resident"
+        self.failure = ""  # why it will not come back
+        self.closed = ""  # why it takes no requests
+        self.evictions = self.evicted_tokens = 0
+        self.activation_s: float | None = None
+        self.parking_s: float | None = None
+        self._source = messages.Stage(engine.facts().version, folder)
+        self._budget, self._now_s, self._wake = budget, now_s, wake
+        self._loading: threading.Thread | None = None
+        self._loaded: tuple[Any, BaseException | None] | None = None
+        self._called_s = 0.0
+        self._take_memory()
+
+    @property
+    def is_here(self) -> bool:
+        return self.place == "resident" and not self.failure
+
+    @property
+    def is_coming(self) -> bool:
+        return self._loading is not None
+
+    # Who speaks for it
+
+    def attach(self, link: EngineLink) -> None:
+        """A rollout front has come."""
+        if self.failure:
+            link.send(messages.Failed(messages.Fault("Unavailable", self.failure)))
+            link.close()
+            return
+        self.port = Port(self.engine, link, self._budget, now_s=self._now_s, on_swap=self._swapped)
+        self.port.closed = self.closed
+        link.send(messages.Ready(self.engine.facts()))
+
+    def detach(self) -> None:
+        """The rollout front is gone, and nobody waits for its requests any more. The model stays."""
+        assert self.port is not None
+        self._keep_source()
+        self.port.link.close()
+        self.port = None
+        if self.is_here:
+            self._end_requests()
+
+    # Coming and going
+
+    def leave(self, place: Literal["parked", "absent"], why: str) -> None:
+        """Out now: requests, pages and, if it is to be absent, weights."""
+        if self.is_coming:
+            raise RequestRefused("the rollout model is being loaded", hint="wait until it is here")
+        begin_s = self._now_s()
+        self.close(why)
+        if self.is_here:
+            self._keep_source()
+            self.evicted(self._end_requests())
+            if self.memory is not None:
+                self.memory.remove_rollouts()
+        if place == "absent":
+            self.engine.release_weights()
+        if self.place != "absent":
+            self.place = place
+        self.parking_s = self._now_s() - begin_s
+
+    def call_back(self) -> None:
+        """Be resident again: at once from parked, after loading from absent."""
+        if self.failure:
+            raise RequestRefused(self.failure, hint="restart the device to lend it again")
+        if self.is_coming:
+            return
+        self._called_s = self._now_s()
+        if self.place == "absent":
+            self.close("the rollout model is being loaded")
+            self._loading = threading.Thread(target=self._load, name="activate", daemon=True)
+            self._loading.start()
+        else:
+            self._settle_in()
+
+    def finish_loading(self) -> None:
+        """When the loop comes by: take the weights that were read, or say why they could not be."""
+        if self._loaded is None or self._loading is None:
+            return
+        (staged, error), self._loaded = self._loaded, None
+        self._loading.join()
+        self._loading = None
+        if error is not None:
+            self.close(f"the rollout model could not be loaded: {error}")
+            return
+        self.engine.swap(staged)
+        self._settle_in()
+
+    def fail(self, error: Exception) -> None:
+        """Its own code failed: it leaves for good, with a word to whoever listens."""
+        traceback.print_exception(error)
+        self.failure = f"the rollout model was removed after a failure: {type(error).__name__}: {error}"
+        self.close(self.failure)
+        self.lender.stop(self.failure)
+        self.engine.limit_kv(0)  # its scheduler is ours, whatever state its engine is in
+        if self.memory is not None:
+            self.memory.remove_rollouts()
+        self.place = "absent"
+        self.engine.release_weights()
+        if self.port is not None:
+            self.port.link.send(messages.Failed(messages.fault_of(error)))
+            self.port = None
+
+    # Requests
+
+    def close(self, why: str) -> None:
+        """Take no more requests until `open`."""
+        self.closed = why
+        if self.port is not None:
+            self.port.closed = why
+
+    def open(self) -> None:
+        self.close("")
+
+    def evicted(self, events: Sequence[TokenEvent]) -> None:
+        self.evictions += len(events)
+        if self.port is not None and events:
+            self.port.send_evicted(events)
+
+    # Inside
+
+    def _end_requests(self) -> Sequence[TokenEvent]:
+        limit = self.engine.scheduler.pool.limit
+        self.evicted_tokens += sum(live.computed for live in self.engine.scheduler.running)
+        events = self.engine.limit_kv(0)
+        self.engine.limit_kv(limit)
+        return events
+
+    def _take_memory(self) -> None:
+        if self.memory is not None:
+            self.memory.stretch = self.lender.stretch
+            self.memory.policy.restart()
+            self.memory.lend_to(self.engine.scheduler, self.evicted)
+            self.memory.observe()
+
+    def _settle_in(self) -> None:
+        if self.place != "resident":
+            self.place = "resident"
+            self._take_memory()
+            self.activation_s = self._now_s() - self._called_s
+        self.open()
+
+    def _load(self) -> None:
+        try:
+            self._loaded = (self.engine.stage(self._source.version, self._source.folder), None)
+        except Exception as error:
+            self._loaded = (None, error)
+        self._wake()
+
+    def _keep_source(self) -> None:
+        if self.port is not None and self.port.source is not None:
+            self._source = self.port.source
+
+    def _swapped(self) -> None:
+        if self.memory is not None:
+            self.memory.weights_swapped = True

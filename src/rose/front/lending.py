@@ -1,0 +1,113 @@
+"""The owner's desk of a lent device, in the serving front: asks the engine, shows figures, keeps the journal.
+
+A lost deadline is logged, and every breach journaled with its cause, as it happens (one step in a hundred may be longer
+than its estimate: that is counted, not logged); everything else is asked of the engine when somebody looks. Figures
+are the engine's own and begin anew when it restarts, which Prometheus takes for what it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from rose.coserve import messages
+from rose.errors import RoseError, Unavailable
+from rose.front.supervisor import Supervisor
+from rose.observe.journal import Journal
+from rose.observe.metrics import Metrics
+
+logger = logging.getLogger("rose.front")
+
+REFRESH_S = 1.0  # a scrape does not wait longer for an engine that is busy; it then shows the last figures
+BREACHES_LOGGED = 20  # then only counted: a device in trouble must not fill the disk with it
+
+
+class LendingDesk:
+    """One per lent device."""
+
+    def __init__(self, engine: Supervisor, token: str, metrics: Metrics, journal: Journal | None = None) -> None:
+        self.token = token
+        self._engine = engine
+        self._journal = journal
+        self._last: messages.LendingStatus | None = None
+        self._logged = 0
+        engine.on_word = self._hear
+        self._mirror(metrics)
+
+    async def ask(self, control: messages.Control) -> messages.LendingStatus:
+        """The status after doing it. Raises what the engine refuses with, Unavailable without one."""
+        reply = await self._engine.ask(control)
+        if reply.lending is None:
+            raise Unavailable("this device is not lent")
+        self._last = reply.lending
+        return reply.lending
+
+    async def refresh(self) -> None:
+        """Before a scrape."""
+        try:
+            await asyncio.wait_for(self.ask(messages.Control("status")), REFRESH_S)
+        except (RoseError, TimeoutError):
+            return
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+    def _hear(self, word: messages.Breached | messages.Noted) -> None:
+        try:
+            if isinstance(word, messages.Breached):
+                self._breached(word)
+            elif self._journal is not None:
+                self._journal.append_line(word.line)
+        except RoseError as error:
+            logger.error("the journal is closed: %s", error.what)
+            self._journal = None
+
+    def _breached(self, word: messages.Breached) -> None:
+        breach = word.breach
+        self._logged += breach.objective != "step"
+        if breach.objective != "step" and self._logged <= BREACHES_LOGGED:
+            logger.warning(
+                "breach (%s): %s: %.1f ms, limit %.1f ms, of it lent %.1f ms",
+                breach.objective, breach.cause, breach.actual_s * 1e3, breach.limit_s * 1e3, breach.lent_s * 1e3,
+            )  # fmt: skip
+        if self._journal is not None:
+            self._journal.append(breach.at_s, breach)
+
+    # Figures
+
+    def _mirror(self, metrics: Metrics) -> None:
+        what = "Lent steps over their estimate, and missed deadlines that serving alone would have met."
+        by_kind = {kind: self._breaches(kind) for kind in ("step", "ttft", "tpot")}
+        metrics.mirror_by("counter", "rose_slo_breaches", what, "kind", by_kind)
+        for name, what, read in _COUNTERS:
+            metrics.mirror("counter", name, what, self._reading(read))
+        for name, what, read in _GAUGES:
+            metrics.mirror("gauge", name, what, self._reading(read))
+
+    def _reading(self, read: Read) -> Callable[[], float | None]:
+        return lambda: None if self._last is None else read(self._last)
+
+    def _breaches(self, kind: str) -> Callable[[], float | None]:
+        return lambda: None if self._last is None else self._last.breaches.get(kind, 0)
+
+
+Read = Callable[[messages.LendingStatus], float]
+
+_COUNTERS: tuple[tuple[str, str, Read], ...] = (
+    ("rose_rollout_tokens", "Tokens that lent steps computed.", lambda status: status.lent_tokens),
+    ("rose_rollout_steps", "Lent steps.", lambda status: status.lent_steps),
+    ("rose_lent_seconds", "Time lent to rollouts.", lambda status: status.lent_s),
+    ("rose_rollout_evictions", "Rollouts evicted.", lambda status: status.evictions),
+    ("rose_rollout_evicted_tokens", "Computed tokens that evictions threw away.", lambda status: status.evicted_tokens),
+    ("rose_breaker_trips", "Times the circuit breaker stopped lending.", lambda status: status.breaker_trips),
+    ("rose_slo_doubtful", "Misses that only earlier lending could explain.", lambda status: status.doubtful),
+)
+_GAUGES: tuple[tuple[str, str, Read], ...] = (
+    ("rose_lending", "1 while the device is lent, else 0.", lambda status: float(status.state == "lending")),
+    ("rose_rollout_pages", "Pages of KV memory that rollouts hold.", lambda status: status.rollout_pages),
+    ("rose_rollout_pages_max", "Pages that rollouts may hold.", lambda status: status.rollout_pages_max),
+    ("rose_serving_pages", "Pages of KV memory that serving holds.", lambda status: status.serving_pages),
+    ("rose_lending_stretch", "How much longer requests live than alone.", lambda status: status.lending_stretch),
+)

@@ -1,0 +1,131 @@
+"""The rollouts' front: a process of its own beside the serving front of a lent device.
+
+Rollouts come by the hundred per second, in batches, and a server that answers them between two serving requests would
+make users wait for its Python. So they have their own process, at a lower priority, with its own port, which the
+serving front takes and hands over; it dies with the serving front, and is started again if it dies alone.
+
+    python -m rose.front.rollouts    (its settings come as one JSON line on standard input)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from rose.config.device import RolloutFrontSettings
+from rose.coserve.device import die_with_parent
+from rose.front.building import build_front
+from rose.front.listening import Signals, answer_until
+from rose.front.loops import loop_factory
+from rose.front.seat import Seat
+from rose.models.folder import load_model_folder
+
+logger = logging.getLogger("rose.front")
+
+NICENESS = 5  # below serving, above trainers
+PAUSE_FIRST_S, PAUSE_LONGEST_S = 0.5, 30.0
+LEAVE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFront:
+    """What the process is told."""
+
+    folder: str
+    name: str | None
+    address: str  # of the engine's door
+    listener: int  # a descriptor
+    token: str
+    settings: RolloutFrontSettings
+    requests_max: int
+
+
+class RolloutProcess:
+    """Keeps the rollouts' front running. The listener stays open here, so no client ever finds the port closed."""
+
+    def __init__(self, told: RolloutFront) -> None:
+        self._told = told
+        self._process: subprocess.Popen[bytes] | None = None
+        self._keeper = asyncio.create_task(self._keep())
+
+    @property
+    def process_id(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def close(self) -> None:
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            await asyncio.to_thread(self._process.wait, LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    async def _keep(self) -> None:
+        pause_s = PAUSE_FIRST_S
+        while True:
+            self._process = process = self._start()
+            code = await _ended(process)
+            logger.error("the rollouts' front left with code %d; starting it again in %g s", code, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(PAUSE_LONGEST_S, 2 * pause_s)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rose.front.rollouts", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            pass_fds=[self._told.listener],
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(OSError), process.stdin as pipe:
+            pipe.write(msgspec.json.encode(asdict(self._told)))
+        return process
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> int:
+    while (code := process.poll()) is None:
+        await asyncio.sleep(0.2)
+    return code
+
+
+async def run(told: RolloutFront, say: Callable[[str], None] = lambda what: None) -> None:
+    signals = Signals()
+    listener = socket.socket(fileno=told.listener)
+    seat = Seat(told.address, told.requests_max)
+    try:
+        await signals.interrupts(seat.start())
+        front = build_front(load_model_folder(Path(told.folder)), told.name, told.settings, seat, token=told.token)
+        seat.on_step = front.metrics.observe
+        await answer_until(front, listener, signals, say, on_open=lambda: None)
+    finally:
+        await seat.close()
+
+
+def main() -> int:
+    die_with_parent(int(sys.argv[1]))
+    os.nice(NICENESS)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s rollouts: %(message)s", stream=sys.stderr)
+    told = msgspec.json.decode(sys.stdin.buffer.read(), type=RolloutFront)
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(run(told))
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -339,3 +339,17 @@ def test_a_rollout_front_that_goes_leaves_no_request_behind(device: Device) -> N
     device.serving.until(lambda: bool(device.serving.finished))
     status = ask(device, "status")
     assert (status.model, status.running, status.waiting) == ("resident", 0, 0)
+
+
+def test_many_prompts_at_once_are_planned_smaller_until_they_fit(device: Device) -> None:
+    """Admission thinks of one prompt; a plan of many costs more, and must not be dropped for ever."""
+    device.serving.send(messages.Control("pause", tag=1))
+    device.serving.until(lambda: bool(device.serving.replies))
+    device.rollout.send(*map(messages.Add, long_requests("r", 8, 100, 4)))
+    upper, real = device.lender.admission.rollout.upper, device.lender.admission.block_s
+    device.lender.admission.rollout.upper = lambda features: (  # type: ignore[method-assign]
+        upper(features) if features.sequences < 2 else real + upper(features)
+    )
+    ask(device, "resume")
+    device.rollout.until(lambda: len(device.rollout.finished) == 8)
+    assert set(device.rollout.finished.values()) == {"length"}

@@ -1,8 +1,8 @@
 """Whose step is next on a device that is lent: serving first, rollouts in what serving can spare.
 
 The lender stands between a loop and two engines. Before every step the loop asks `next_step`; the lender shows it
-what serving looks like now, and if that grants rollouts a step, plans one, drops it if its upper estimate is over what
-was allowed, and otherwise names it; else it names serving's next step. After the step the loop tells `finish` when it
+what serving looks like now, and if that grants rollouts a step, plans one, or a smaller one while its upper estimate is
+over what was allowed, and names it; else it names serving's next step. After the step the loop tells `finish` when it
 began and ended, and the lender learns from it: step times for both latency models, the account of what each serving
 request lost, breaches. It holds no clock and no socket, so the live executor and the simulator run the same object.
 
@@ -31,6 +31,7 @@ from rose.engines.scheduler import BatchScheduler, LiveRequest
 
 SideName = Literal["serving", "rollout"]
 Decided = Callable[[float, ServingView, RolloutView, Grant], None]
+PLAN_SHRINKS = (0.9, 0.5, 0.5, 0.5)  # a plan that is a little too long, then one that is not what it was taken for
 WAITING_SHOWN = 64  # admission closes long before this many wait; the rest would only cost time to list
 
 
@@ -160,13 +161,19 @@ class Lender:
         self.last_grant = grant = self._decide(now_s)
         if not grant.is_open(now_s):
             return None
-        plan = self.rollout.plan(Budget(grant.tokens, grant.sequences))
-        if plan is None or not plan.items:
-            return None
-        upper_s = self.admission.rollout.upper(plan.features)
-        if upper_s > grant.step_s_max:
-            return None  # what was planned is not the step that admission had in mind; serving goes first
-        return NextStep("rollout", plan, upper_s, grant)
+        tokens = grant.tokens
+        for shrink in PLAN_SHRINKS:
+            plan = self.rollout.plan(Budget(tokens, grant.sequences))
+            if plan is None or not plan.items:
+                return None
+            upper_s = self.admission.rollout.upper(plan.features)
+            if upper_s <= grant.step_s_max:
+                return NextStep("rollout", plan, upper_s, grant)
+            # Not the step that admission had in mind: more prompts, or deeper ones. The most that could fit is less.
+            tokens = int(plan.features.new_tokens * min(shrink, grant.step_s_max / upper_s))
+            if tokens < 1:
+                return None
+        return None
 
     def _decide(self, now_s: float) -> Grant:
         if self.stopped:

@@ -31,7 +31,7 @@ from rose.engines.scheduler import BatchScheduler, LiveRequest
 
 SideName = Literal["serving", "rollout"]
 Decided = Callable[[float, ServingView, RolloutView, Grant], None]
-PLAN_SHRINKS = (0.9, 0.5, 0.5, 0.5)  # a plan that is a little too long, then one that is not what it was taken for
+PLAN_SHRINKS = (0.9, 0.5, 0.0, 0.0)  # a little too long; far too long; at last one token of one sequence
 WAITING_SHOWN = 64  # admission closes long before this many wait; the rest would only cost time to list
 
 
@@ -161,18 +161,17 @@ class Lender:
         self.last_grant = grant = self._decide(now_s)
         if not grant.is_open(now_s):
             return None
-        tokens = grant.tokens
+        tokens, sequences = grant.tokens, grant.sequences
         for shrink in PLAN_SHRINKS:
-            plan = self.rollout.plan(Budget(tokens, grant.sequences))
+            plan = self.rollout.plan(Budget(tokens, sequences))
             if plan is None or not plan.items:
                 return None
             upper_s = self.admission.rollout.upper(plan.features)
             if upper_s <= grant.step_s_max:
                 return NextStep("rollout", plan, upper_s, grant)
             # Not the step that admission had in mind: more prompts, or deeper ones. The most that could fit is less.
-            tokens = int(plan.features.new_tokens * min(shrink, grant.step_s_max / upper_s))
-            if tokens < 1:
-                return None
+            tokens = max(1, int(plan.features.new_tokens * min(shrink, grant.step_s_max / upper_s)))
+            sequences = max(1, int(plan.features.sequences * shrink))
         return None
 
     def _decide(self, now_s: float) -> Grant:

@@ -25,8 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rose.config.device import cores_of
 from rose.coserve import messages
-from rose.coserve.device import check_device, die_with_parent, pin
+from rose.coserve.device import die_with_parent, pin
 from rose.coserve.door import Door
 from rose.coserve.lent import LentExecutor
 from rose.coserve.lent_start import load_lent
@@ -87,7 +88,7 @@ def serve(connection: socket.socket, door: socket.socket | None = None) -> int:
 
 
 def _load(start: messages.Start, link: EngineLink, door: Door | None) -> Executor | LentExecutor:
-    pin(check_device(start.device))
+    pin(cores_of(start.device))
     link.send(messages.Progress(f"loading {start.folder} on {start.device} (the first start also compiles, once)"))
     if start.lend is not None:
         assert door is not None, "a device to lend without a door for rollouts"

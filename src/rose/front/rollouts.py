@@ -25,6 +25,7 @@ import msgspec
 from rose.config.device import RolloutFrontSettings
 from rose.coserve.device import die_with_parent
 from rose.front.building import build_front
+from rose.front.companion import Companion, accompanied
 from rose.front.listening import Signals, answer_until
 from rose.front.loops import loop_factory
 from rose.front.seat import Seat
@@ -48,6 +49,7 @@ class RolloutFront:
     token: str
     settings: RolloutFrontSettings
     requests_max: int
+    companion: Companion | None = None
 
 
 class RolloutProcess:
@@ -109,7 +111,8 @@ async def run(told: RolloutFront, say: Callable[[str], None] = lambda what: None
         await signals.interrupts(seat.start())
         front = build_front(load_model_folder(Path(told.folder)), told.name, told.settings, seat, token=told.token)
         seat.on_step = front.metrics.observe
-        await answer_until(front, listener, signals, say, on_open=lambda: None)
+        async with accompanied(seat, told.companion):
+            await answer_until(front, listener, signals, say, on_open=lambda: None)
     finally:
         await seat.close()
 

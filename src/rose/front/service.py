@@ -15,10 +15,11 @@ from pathlib import Path
 
 from rose.config.device import DeviceSettings, FrontSettings
 from rose.coserve.channel import EMBEDDED, start_command
-from rose.coserve.device import check_device
+from rose.coserve.device import check_device, keep_off
 from rose.coserve.door import address_of, open_door
 from rose.errors import ConfigError
 from rose.front.building import build_front
+from rose.front.companion import Companion, accompanied
 from rose.front.context import Front
 from rose.front.devices import DeviceCard, shown
 from rose.front.lending import LendingDesk
@@ -39,16 +40,21 @@ async def serve(
     lend: Path | None = None,
     say: Say = print,
     factory: str = EMBEDDED,
+    companion: Companion | None = None,
 ) -> None:
-    """Run a device until a signal stops it. Raises ConfigError at start-up, Unavailable if the engine is lost."""
-    check_device(settings.device)
+    """Run a device until a signal stops it. Raises ConfigError at start-up, Unavailable if the engine is lost.
+
+    A `companion` runs beside the rollouts' door, in its process.
+    """
+    keep_off(check_device(settings.device))
     signals = Signals()
     if model is not None and lend is not None:
-        await _serve_and_lend(model, lend, settings, signals, say)
+        await _serve_and_lend(model, lend, settings, signals, say, companion)
     elif model is not None:
         await _serve(model, settings, settings.front, signals, say, factory)
     elif lend is not None:
-        await _serve(lend, settings, settings.rollout, signals, say, factory, token=token_from(ROLLOUT_VARIABLE))
+        token = token_from(ROLLOUT_VARIABLE)
+        await _serve(lend, settings, settings.rollout, signals, say, factory, token=token, companion=companion)
     else:
         raise ConfigError("there is nothing to serve", hint="name a model folder: rose serve MODEL")
 
@@ -62,6 +68,7 @@ async def _serve(
     factory: str,
     *,
     token: str | None = None,
+    companion: Companion | None = None,
 ) -> None:
     """One model at one door; with a token it is a dedicated rollout worker."""
     with take_port(door) as listener:
@@ -71,13 +78,19 @@ async def _serve(
             await signals.interrupts(engine.start())
             front = build_front(folder, settings.model_name, door, engine, token=token)
             engine.on_step = front.metrics.observe
+            if companion is not None:
+                seats = settings.engine.max_sequences
+                companion = companion.told(model=front.model_name, kind="dedicated", seats=seats)
             with _card(front, None, listener, listener, token):
-                await answer_until(front, listener, signals, say, on_open=lambda: _welcome(front, listener, say))
+                async with accompanied(engine, companion):
+                    await answer_until(front, listener, signals, say, on_open=lambda: _welcome(front, listener, say))
         finally:
             await engine.close()
 
 
-async def _serve_and_lend(model: Path, lend: Path, settings: DeviceSettings, signals: Signals, say: Say) -> None:
+async def _serve_and_lend(
+    model: Path, lend: Path, settings: DeviceSettings, signals: Signals, say: Say, companion: Companion | None
+) -> None:
     with ExitStack() as held:
         listener = held.enter_context(take_port(settings.front))
         rollout_listener = held.enter_context(take_port(settings.rollout))
@@ -88,6 +101,9 @@ async def _serve_and_lend(model: Path, lend: Path, settings: DeviceSettings, sig
         journal = held.enter_context(Journal(settings.lend.journal)) if settings.lend.journal else None
         command = start_command(model, settings, factory=EMBEDDED, gated=False, lend=lend)
         engine = Supervisor(command, on_progress=say, door=door)
+        if companion is not None:
+            seats = settings.lend.max_sequences
+            companion = companion.told(model=rollout_folder.name, kind="borrowed", seats=seats)
         told = RolloutFront(
             folder=str(lend),
             name=None,
@@ -96,6 +112,7 @@ async def _serve_and_lend(model: Path, lend: Path, settings: DeviceSettings, sig
             token=rollout_token,
             settings=settings.rollout,
             requests_max=settings.lend.max_sequences + settings.lend.max_waiting,
+            companion=companion,
         )
         rollouts: RolloutProcess | None = None
         try:

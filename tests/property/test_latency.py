@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from rose.core.facts import StepFeatures
-from rose.core.latency import CLIP_LOG, DRIFT_LOG_MAX, DRIFT_RATE_MAX, MARGIN_LOG_MAX, REGIONS_MAX, LatencyModel
+from rose.core.latency import (
+    BIAS_LOG_MAX,
+    CLIP_LOG,
+    DRIFT_LOG_MAX,
+    DRIFT_RATE_MAX,
+    MARGIN_LOG_MAX,
+    MARGIN_LOG_MIN,
+    REGIONS_MAX,
+    STRETCH_MIN,
+    LatencyModel,
+)
 
 STEPS = st.builds(
     lambda new, context, sequences: StepFeatures(
@@ -66,6 +76,10 @@ class LatencyHolds(RuleBasedStateMachine):
         assert abs(model.drift_log) <= DRIFT_LOG_MAX
         assert 0 <= model.missed <= model.observed
         assert len(model._regions) <= REGIONS_MAX
+        for found in model._classes.values():
+            assert abs(found.bias_log) <= BIAS_LOG_MAX
+            assert MARGIN_LOG_MIN * STRETCH_MIN <= found.margin_log <= MARGIN_LOG_MAX
+            assert abs(sum(found.counts) - found.total) <= 1e-6 * found.total, "a step was counted twice or not at all"
 
 
 def test_whatever_a_model_meets_it_stays_usable() -> None:

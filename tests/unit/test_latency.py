@@ -159,6 +159,30 @@ def test_a_change_seen_in_some_shapes_is_believed_of_all() -> None:
     assert model.predict(shape(256, 0, 1)) > 1.1 * by_sum(shape(256, 0, 1))
 
 
+def test_a_step_behind_a_much_longer_one_is_known_to_be_slower() -> None:
+    """Caches are cold there; elsewhere the same shape is not thought slower for it."""
+    model, chance, short, long = profiled(by_sum, 0.02), random.Random(2), shape(1, 200, 1), shape(512, 0, 1)
+    for number in range(1200):
+        step = long if number % 4 == 0 else short
+        cold = 1.3 if number % 4 == 1 else 1.0
+        model.observe(step, cold * by_sum(step) * chance.lognormvariate(0, 0.02))
+    model.observe(long, by_sum(long))
+    assert model.predict(short) == pytest.approx(1.3 * by_sum(short), rel=0.08)
+    model.observe(short, 1.3 * by_sum(short))
+    assert model.predict(short) == pytest.approx(by_sum(short), rel=0.08)
+    assert model.predict(long) == pytest.approx(by_sum(long), rel=0.05)
+
+
+def test_what_slowed_a_short_step_is_expected_of_the_next_but_hardly_of_a_long_one() -> None:
+    model, short, long = profiled(by_sum, 0.02), shape(1, 200, 1), shape(512, 0, 1)
+    for _ in range(20):
+        model.observe(short, by_sum(short))
+    before = model.predict(short), model.predict(long)
+    model.observe(short, 1.2 * model.predict(short))
+    assert model.predict(short) > 1.04 * before[0]
+    assert model.predict(long) < 1.02 * before[1]
+
+
 def test_misses_widen_at_once_and_hits_narrow_slowly() -> None:
     model, step = profiled(by_sum, 0.02), shape(1, 200, 8)
     before = model.upper(step) / model.predict(step)

@@ -1,17 +1,19 @@
 """How long a step will take, and how long at most, from its shape alone; one model per (model, device).
 
-    prediction = drift x region's factor x (constant + new tokens + KV read + new x context + sequences), none negative
-    upper      = prediction x exp(multiple x spread)
+    prediction = corrections x (constant + new tokens + KV read + new x context + sequences), none negative
+    upper      = prediction x exp(margin)
 
 The five constants are fitted to the steps of a start-up profile, on relative errors, with outliers weighing less, and
 again now and then to a few recent steps of every kind, so that a thousand decodes do not drown ten prompts. What five
-constants cannot say (tiles of rows, cache sizes) is said by a factor per region of shapes, learnt slowly. What hits
-every shape alike (another process, a warm core) is the drift, followed within tens of steps. All of it learns from
-clipped errors: a process stopped for 50 ms teaches no more than a step that was a fifth too long.
+constants cannot say (tiles of rows, cache sizes) is said by a factor per region of shapes. What hits every shape alike
+(another process, a warm core) is the drift, followed within tens of steps; what hits the next step only is the echo of
+the last one. Short and long steps are slowed by different things, and a step behind one several times as long finds
+cold caches (a quarter more on a CPU), so each such class has a bias of its own. All of it learns from clipped errors: a
+process stopped for 50 ms teaches less than a step that was a fifth too long.
 
-The upper estimate is online conformal prediction. The spread is the mean recent error of steps of about this length, so
-it widens at once when the device becomes restless. The multiple rises by a notch after a miss and falls by a hundredth
-of one after a hit, so that in the long run 99 steps in 100 are covered, whatever the errors look like.
+The upper estimate is online conformal prediction. A class counts the errors of its last thousand steps or so, and its
+margin is the error that 1 in 100 of them passed, times a stretch. The stretch rises by a notch after a miss and falls
+by a hundredth of one after a hit, so that in the long run 99 steps in 100 are covered, whatever the errors look like.
 """
 
 from __future__ import annotations
@@ -26,28 +28,38 @@ from numpy.typing import NDArray
 
 from rose.core.facts import StepFeatures
 
-MISSES_WANTED = 0.007  # a little under the 1 % that is promised
+MISSES_WANTED = 0.0085  # a little under the 1 % that is promised
+BEYOND_REACH = 0.012  # of errors; the stretch does the rest, and is better known than where a tail ends
 FIT_SAMPLES_MIN = 16  # five constants and something to judge them by
 FIT_ROUNDS = 20
 HUBER = 0.05  # relative errors beyond this weigh less in a fit: most are another process on the machine
 CLIP_LOG = 0.2  # of log(actual / predicted) that a single step can teach
+STALL_LOG = 0.5  # beyond this, the longer a step was the less it teaches
 DRIFT_MEMORY_S = 0.03  # disturbances of a shared machine last some tens of milliseconds
-DRIFT_RATE_MIN, DRIFT_RATE_MAX = 1 / 16, 1 / 2  # a short step is mostly noise; a long one is news, but not all of it
+DRIFT_RATE_MIN, DRIFT_RATE_MAX = 1 / 32, 1 / 2  # a short step is mostly noise; a long one is news, but not all of it
 DRIFT_LOG_MAX = math.log(16.0)  # a device slower than this is not drifting; it misses and widens
-REGION_RATE_MIN = 1 / 32  # regions are properties of the code: they move slowly
+ECHO = 0.3  # of one step's error that the next one of about its length still shows
+COLD_RATIO = 4.0  # behind a step so many times as long, caches hold little that is of use
+BIAS_RATE, BIAS_LEAK, BIAS_LOG_MAX = 1 / 32, 0.1, 0.7  # it leaks, or drift and biases could drift apart without end
+REGION_RATE_MIN = 1 / 16
 REGION_DOUBT = 4.0  # the first steps of a region count as if so many had been seen before
-SPREAD_RATE = 1 / 16
-SPREAD_MIN = 0.01  # clocks and interrupts alone make this much
-SPREAD_START = 0.05
-MULTIPLE_START = 3.0
-NOTCH_LOG = 0.07  # what a miss raises the multiple by: more is quicker and overshoots
+MARGIN_LOG_MIN = 0.03  # clocks and interrupts alone make this much
+MARGIN_LOG_START = 0.15
 MARGIN_LOG_MAX = 7.0  # a thousand times the prediction: a short step on a device that is often stopped
+FORGET_STEPS = 1000  # a step this long ago counts a third of one now
+PRIOR_STEPS = 50  # what a class that was not seen yet takes over from the most like one
+LOOK_EVERY = 16  # steps; and after every miss
+NOTCH_LOG = 0.02  # what a miss raises the stretch by: more is quicker and overshoots
+STRETCH_MIN, STRETCH_MAX = 0.25, 16.0
+BINS_PER_OCTAVE, FIRST_OCTAVE_LOG = 16, 0.1  # errors are counted in bins that grow with them
 KEPT_PER_REGION = 4
 REGIONS_MAX = 256  # 1,024 steps at most, which keeps a refit at a few milliseconds
 REFIT_EVERY = 2048
 PROFILE_TOKENS_MAX = 2048  # of prompts in one batch of a profile
 
 RAISE, LOWER = math.exp(NOTCH_LOG * (1 - MISSES_WANTED)), math.exp(-NOTCH_LOG * MISSES_WANTED)
+BINS = 2 + int(BINS_PER_OCTAVE * math.log2(1 + MARGIN_LOG_MAX / FIRST_OCTAVE_LOG))
+EDGES_LOG = [FIRST_OCTAVE_LOG * (2 ** (number / BINS_PER_OCTAVE) - 1) for number in range(BINS)]  # upper ones
 Sample = tuple[StepFeatures, float]
 
 
@@ -93,22 +105,72 @@ class _Region:
         self.log_factor, self.factor = log_factor, math.exp(log_factor)
 
 
+def _bin_of(error_log: float) -> int:
+    """0 is everything that was no longer than predicted."""
+    if error_log <= 0:
+        return 0
+    return min(BINS - 1, 1 + int(BINS_PER_OCTAVE * math.log2(1 + error_log / FIRST_OCTAVE_LOG)))
+
+
+def _first_counts() -> list[float]:
+    counts = [0.0] * BINS
+    counts[0], counts[_bin_of(MARGIN_LOG_START)] = PRIOR_STEPS - 1.0, 1.0
+    return counts
+
+
 @dataclass(slots=True)
-class _Margin:
-    """Steps of about one length: how wide their errors are, and how many spreads the upper estimate takes."""
+class _Class:
+    """Steps of about one length, behind a much longer one or not: their bias, and how far errors reach."""
 
-    spread: float = SPREAD_START
-    multiple: float = MULTIPLE_START
-    factor: float = math.exp(SPREAD_START * MULTIPLE_START)
+    counts: list[float] = field(default_factory=_first_counts)
+    total: float = float(PRIOR_STEPS)
+    weight: float = 1.0  # of the next step among the counts; older ones weigh less because it grows
+    seen: int = 0
+    bias_log: float = 0.0
+    bias: float = 1.0
+    reach_log: float = MARGIN_LOG_START
+    stretch: float = 1.0
+    margin_log: float = MARGIN_LOG_START
+    factor: float = math.exp(MARGIN_LOG_START)
 
-    def judge(self, error_log: float) -> bool:
-        """Learn from one step; True if it missed."""
-        is_miss = error_log > min(MARGIN_LOG_MAX, self.spread * self.multiple)
-        self.multiple = max(1.0, self.multiple * (RAISE if is_miss else LOWER))
-        self.spread = max(SPREAD_MIN, self.spread + SPREAD_RATE * (min(CLIP_LOG, abs(error_log)) - self.spread))
-        self.multiple = min(self.multiple, MARGIN_LOG_MAX / self.spread)
-        self.factor = math.exp(self.spread * self.multiple)
+    def heir(self) -> _Class:
+        """A class that was not seen yet and is most like this one."""
+        share = PRIOR_STEPS / self.total
+        return _Class(
+            [count * share for count in self.counts],
+            reach_log=self.reach_log,
+            stretch=self.stretch,
+            margin_log=self.margin_log,
+            factor=self.factor,
+        )
+
+    def learn(self, error_log: float, lesson_log: float) -> bool:
+        """From one step; True if it missed."""
+        is_miss = error_log > self.margin_log
+        self.bias_log += BIAS_RATE * (lesson_log - BIAS_LEAK * self.bias_log)
+        self.bias_log = max(-BIAS_LOG_MAX, min(BIAS_LOG_MAX, self.bias_log))
+        self.bias = math.exp(self.bias_log)
+        self.counts[_bin_of(error_log)] += self.weight
+        self.total += self.weight
+        self.weight *= 1 + 1 / FORGET_STEPS
+        self.seen += 1
+        self.stretch = max(STRETCH_MIN, min(STRETCH_MAX, self.stretch * (RAISE if is_miss else LOWER)))
+        if is_miss or self.seen % LOOK_EVERY == 0:
+            self._look()
         return is_miss
+
+    def _look(self) -> None:
+        """How far do errors reach, but for the share that may miss?"""
+        if self.weight > 1e9:
+            self.counts = [count / self.weight for count in self.counts]
+            self.total, self.weight = self.total / self.weight, 1.0
+        left, number = self.total * BEYOND_REACH, BINS - 1
+        while number > 0 and self.counts[number] <= left:
+            left -= self.counts[number]
+            number -= 1
+        self.reach_log = max(MARGIN_LOG_MIN, EDGES_LOG[number])
+        self.margin_log = min(MARGIN_LOG_MAX, self.reach_log * self.stretch)
+        self.factor = math.exp(self.margin_log)
 
 
 class LatencyModel:
@@ -120,8 +182,9 @@ class LatencyModel:
         self.drift_log = 0.0
         self.observed = self.missed = 0
         self._drift = 1.0
+        self._last_s = self._echo_log = 0.0
         self._regions: dict[tuple[int, int, int], _Region] = {}
-        self._margins: dict[int, _Margin] = {}
+        self._classes: dict[tuple[int, bool], _Class] = {}
         self._refit_at = REFIT_EVERY
 
     @property
@@ -133,14 +196,29 @@ class LatencyModel:
     def predict(self, features: StepFeatures) -> float:
         if features.sequences == 0:
             return 0.0
+        steady_s = self._steady_s(features)
+        return self._corrected_s(steady_s, self._class_like(steady_s))
+
+    def upper(self, features: StepFeatures) -> float:
+        """What 99 in 100 steps like this one stay under, if it is the next."""
+        if features.sequences == 0:
+            return 0.0
+        steady_s = self._steady_s(features)
+        like = self._class_like(steady_s)
+        return self._corrected_s(steady_s, like) * like.factor
+
+    def _steady_s(self, features: StepFeatures) -> float:
+        """Whatever the last step was."""
         region = self._regions.get(_region_of(features))
         base_s = self._base_s(features) * self._drift
         return base_s * region.factor if region is not None else base_s
 
-    def upper(self, features: StepFeatures) -> float:
-        """What 99 in 100 steps like this one stay under."""
-        predicted_s = self.predict(features)
-        return predicted_s * self._margin(predicted_s).factor
+    def _corrected_s(self, steady_s: float, like: _Class) -> float:
+        return steady_s * like.bias * (1 + self._echo_in(steady_s))
+
+    def _echo_in(self, steady_s: float) -> float:
+        """What slowed a short step says little about a long one."""
+        return self._echo_log if steady_s <= self._last_s else self._echo_log * self._last_s / steady_s
 
     def _base_s(self, features: StepFeatures) -> float:
         if not self.constants:
@@ -162,17 +240,20 @@ class LatencyModel:
             return
         region = self._region(features)
         region.kept.append((features, seconds / self._drift))
-        predicted_s = self.predict(features)
-        if 0 < predicted_s < math.inf:
-            self._learn(region, predicted_s, math.log(seconds / predicted_s))
+        steady_s = self._steady_s(features)
+        if 0 < steady_s < math.inf:
+            self._learn(region, steady_s, seconds)
 
-    def _learn(self, region: _Region, predicted_s: float, error_log: float) -> None:
+    def _learn(self, region: _Region, steady_s: float, seconds: float) -> None:
+        own = self._own_class(steady_s)
+        error_log = math.log(seconds / self._corrected_s(steady_s, own))
+        lesson_log = _lesson(error_log)
+        self._echo_log, self._last_s = ECHO * _lesson(error_log + self._echo_in(steady_s)), seconds
         self.observed += 1
-        self.missed += self._own_margin(predicted_s).judge(error_log)
-        clipped = min(CLIP_LOG, max(-CLIP_LOG, error_log))
-        region.learn(clipped)
-        rate = min(DRIFT_RATE_MAX, max(DRIFT_RATE_MIN, predicted_s / DRIFT_MEMORY_S))
-        self.drift_log = min(DRIFT_LOG_MAX, max(-DRIFT_LOG_MAX, self.drift_log + rate * clipped))
+        self.missed += own.learn(error_log, lesson_log)
+        region.learn(lesson_log)
+        rate = min(DRIFT_RATE_MAX, max(DRIFT_RATE_MIN, steady_s / DRIFT_MEMORY_S))
+        self.drift_log = min(DRIFT_LOG_MAX, max(-DRIFT_LOG_MAX, self.drift_log + rate * lesson_log))
         self._drift = math.exp(self.drift_log)
 
     def _region(self, features: StepFeatures) -> _Region:
@@ -184,19 +265,23 @@ class LatencyModel:
             region = self._regions[key] = _Region()
         return region
 
-    def _margin(self, predicted_s: float) -> _Margin:
-        """A length that was not seen yet has the margin of the next shorter one, which is the wider as a rule."""
-        size = _size_of(predicted_s)
-        while size > 0 and size not in self._margins:
+    def _class_like(self, steady_s: float) -> _Class:
+        """A length that was not seen yet is like the next shorter one, whose errors are the wider as a rule."""
+        size, is_cold = self._class_of(steady_s)
+        found = self._classes.get((size, is_cold))
+        while found is None and size >= 0:
+            found = self._classes.get((size, False))
             size -= 1
-        return self._margins.get(size) or (next(iter(self._margins.values())) if self._margins else _Margin())
+        return found or next(iter(self._classes.values()), NOTHING_SEEN)
 
-    def _own_margin(self, predicted_s: float) -> _Margin:
-        size = _size_of(predicted_s)
-        if size not in self._margins:
-            like = self._margin(predicted_s)
-            self._margins[size] = _Margin(like.spread, like.multiple, like.factor)
-        return self._margins[size]
+    def _own_class(self, steady_s: float) -> _Class:
+        name = self._class_of(steady_s)
+        if name not in self._classes:
+            self._classes[name] = self._class_like(steady_s).heir()
+        return self._classes[name]
+
+    def _class_of(self, steady_s: float) -> tuple[int, bool]:
+        return _size_of(steady_s), self._last_s > COLD_RATIO * steady_s
 
     # Fitting
 
@@ -231,9 +316,17 @@ class LatencyModel:
         return True
 
 
-def _size_of(predicted_s: float) -> int:
+NOTHING_SEEN = _Class()
+
+
+def _lesson(error_log: float) -> float:
+    clipped = min(CLIP_LOG, max(-CLIP_LOG, error_log))
+    return clipped if -STALL_LOG < error_log < STALL_LOG else clipped * STALL_LOG / abs(error_log)
+
+
+def _size_of(steady_s: float) -> int:
     """Each size is four times as long as the one before; 0 is up to a quarter of a millisecond."""
-    return int(min(predicted_s, 1e6) * 4096).bit_length() >> 1
+    return int(min(steady_s, 1e6) * 4096).bit_length() >> 1
 
 
 def _region_of(features: StepFeatures) -> tuple[int, int, int]:

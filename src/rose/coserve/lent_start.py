@@ -16,7 +16,7 @@ from typing import Any
 from rose.config.device import EngineSettings, LendSettings
 from rose.core.admission import Admission, LendingLimits
 from rose.core.breaker import Breaker
-from rose.core.facts import LendingAsked, RolloutView, ServingView, StepFeatures
+from rose.core.facts import LendingAsked, ServingView, StepFeatures
 from rose.core.latency import LatencyModel
 from rose.core.memory import MemoryLimits, MemoryPolicy
 from rose.core.slo import Budgets, look_ahead
@@ -39,6 +39,7 @@ from rose.observe.journal import line_of
 from rose.observe.records import core_vocabulary
 
 KIB = 1 << 10
+SAFE_MODES = ("idle", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,9 @@ def _admission(terms: LendSettings, own: EngineSettings, models: Sequence[Latenc
         rollout_sequences=terms.max_sequences,
     )
     budgets = Budgets(terms.ttft_ms / 1000, terms.tpot_ms / 1000, terms.slack_share)
-    return Admission(terms.mode, budgets, models[0], models[1], limits, Breaker())
+    # What is there to compare with keeps no promise that a breaker could watch over.
+    breaker = Breaker() if terms.mode in SAFE_MODES else None
+    return Admission(terms.mode, budgets, models[0], models[1], limits, breaker)
 
 
 def warnings(admission: Admission, context_tokens: int) -> Iterator[str]:
@@ -153,8 +156,8 @@ def warnings(admission: Admission, context_tokens: int) -> Iterator[str]:
         )
     if budgets.tpot_s > budgets.ttft_s:
         yield "the budget for later tokens is larger than the one for the first: are --ttft-ms and --tpot-ms swapped?"
-    if not admission.decide(ServingView(0), RolloutView(1, 0, prompt), 0.0).tokens:
-        smallest_s = admission.rollout.upper(StepFeatures(1, prompt + 1, prompt + 1, 1))
+    smallest_s = admission.rollout.upper(StepFeatures(1, prompt + 1, prompt + 1, 1))
+    if admission.mode in SAFE_MODES and smallest_s > admission.block_s - limits.switch_s:
         yield (
             f"nothing will be lent: the smallest rollout step takes up to {smallest_s * 1e3:.3g} ms, and serving may "
             f"find the device taken for {admission.block_s * 1e3:.3g} ms at most (a tenth of its TTFT budget)"

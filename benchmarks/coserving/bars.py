@@ -1,0 +1,98 @@
+"""What was wanted of a run, and whether it was reached.
+
+Attainment counts at both budgets, everything else at the given one. A mode *loses* when its attainment is below that
+of serving alone, pooled and on the same requests, by more than the tolerance or the A/A spread, whichever is more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import harness
+
+from coserving.figures import Findings, difference, pooled, verdicts
+from coserving.plan import ALONE
+
+TOLERANCE, WORST_TOLERANCE = 0.002, 0.005
+SPREAD_MAX = 0.01
+BUDGET_USED_MAX, ALONE_USES_MAX = 0.85, 0.6
+NO_WASTE, LENDING_GAIN, HARVEST_SHARE = 0.9, 1.03, 0.5
+NAIVE = ("alternate", "fcfs", "paper")
+
+
+def losses(findings: Findings, modes: Sequence[str]) -> dict[str, float | None]:
+    """For every mode the difference of attainment to serving alone; None where there is nothing to compare."""
+    alone = pooled(*(verdicts(findings, mode) for mode in ALONE))
+    found = {mode: difference(alone, verdicts(findings, mode)).mean for mode in modes}
+    return {mode: None if math.isnan(value) else value for mode, value in found.items()}
+
+
+def tolerance_of(aa_spread: float | None, *, is_worst_case: bool) -> float:
+    return max(WORST_TOLERANCE if is_worst_case else TOLERANCE, aa_spread or 0.0)
+
+
+def bars_of(
+    rows: Mapping[str, dict[str, Any]],
+    overall: Mapping[str, Any],
+    lost: Mapping[str, float | None],
+    *,
+    load: str,
+    budget: str,
+    is_worst_case: bool = False,
+) -> list[dict[str, Any]]:
+    """Those that apply to this load and budget."""
+    tolerance = tolerance_of(overall["aa_spread"], is_worst_case=is_worst_case)
+    bars = [_attainment("decode", lost, tolerance), _not_void(overall)]
+    if is_worst_case or budget != "given":
+        return bars
+    bars += [_budget_used(rows, name) for name in ("ttft", "tpot")]
+    bars.append(_reasoned("no_waste", overall, NO_WASTE))
+    if load == "busy:0.2":
+        bars.append(_reasoned("lending_gain", overall, LENDING_GAIN))
+    if load == "capacity:0.2":
+        bars.append(_reasoned("harvest_share", overall, HARVEST_SHARE))
+    return [*bars, _naive_loses(lost, tolerance)]
+
+
+def _attainment(mode: str, lost: Mapping[str, float | None], tolerance: float) -> dict[str, Any]:
+    value = lost.get(mode)
+    points = None if value is None else round(value * 100, 3)
+    return harness.wanted(f"{mode}: attainment less that of serving alone, points", points, -round(tolerance * 100, 3))
+
+
+def _not_void(overall: Mapping[str, Any]) -> dict[str, Any]:
+    what = "A/A spread, a share (above it the run is void)"
+    bar = harness.wanted(what, overall["aa_spread"], SPREAD_MAX, at_most=True)
+    if overall["aa_spread"] is None:  # a short run: nothing to hold against it
+        bar |= {"ok": True, "reason": overall["reasons"].get("aa_spread")}
+    return bar
+
+
+def _budget_used(rows: Mapping[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    key = f"budget_used_{name}"
+    alone = [rows[mode][key] for mode in ALONE if mode in rows and rows[mode][key] is not None]
+    value = rows.get("decode", {}).get(key)
+    bar = harness.wanted(f"decode: {key}", value, BUDGET_USED_MAX, at_most=True)
+    if alone and max(alone) >= ALONE_USES_MAX:
+        bar |= {"ok": True, "reason": f"serving alone already uses {max(alone):.2f} of it: the bar does not apply"}
+    return bar
+
+
+def _reasoned(key: str, overall: Mapping[str, Any], bar: float) -> dict[str, Any]:
+    found = harness.wanted(f"decode: {key}", overall[key], bar)
+    return found | ({"reason": overall["reasons"][key]} if key in overall["reasons"] else {})
+
+
+def _naive_loses(lost: Mapping[str, float | None], tolerance: float) -> dict[str, Any]:
+    """The worst of the simple ways must lose where `decode` does not, or the trace does not tell them apart."""
+    known = {mode: value for mode in NAIVE if (value := lost.get(mode)) is not None}
+    what = f"worst of {', '.join(NAIVE)} where decode does not lose: attainment less that of serving alone, points"
+    if not known or lost.get("decode") is None:
+        return harness.wanted(what, None, -round(tolerance * 100, 3), at_most=True) | {"reason": "not measured"}
+    worst = min(known, key=lambda mode: known[mode])
+    bar = harness.wanted(what, round(known[worst] * 100, 3), -round(tolerance * 100, 3), at_most=True)
+    decode = lost["decode"]
+    assert decode is not None
+    return bar | {"ok": known[worst] < -tolerance <= decode, "mode": worst}

@@ -1,0 +1,207 @@
+"""Groups of trajectories: which to draw, which to learn from, which are too many.
+
+A group is one task played several times by the same model. What a trajectory teaches is how much better or worse it
+went than the others of its group, so a group in which all went alike teaches nothing. With *dynamic sampling*
+(DAPO) such a group is dropped and another task drawn in its place, up to a limit per step: a model that fails
+everywhere would otherwise draw for ever.
+
+Large groups find rare successes, but training costs more per trajectory than generating it. So of a large group
+only the members whose rewards spread most are trained on. That set is always some of the worst and some of the
+best: moving a member outwards never lowers the variance.
+
+`Groups` keeps the books of a whole job. A group is numbered once and for ever; each of its members is counted once,
+however often it is reported, and each group has exactly one fate: kept, dropped or surplus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, isfinite
+from typing import Literal
+
+SPREAD_MIN = 1e-6
+"""Standard deviation of rewards below which a group counts as all alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRules:
+    """`train_size` 0 trains on every member. `draws_max` bounds the groups drawn in one step."""
+
+    groups: int = 8
+    size: int = 8
+    train_size: int = 0
+    dynamic_sampling: bool = True
+    draws_max: int = 32
+    draw_ahead: float = 1.0  # groups under way per group still missing; more than 1 makes some of them surplus
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Play this task `size` times."""
+
+    group: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Train on these members of the group."""
+
+    group: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget the group; nothing of it is trained on."""
+
+    group: int
+    reason: Literal["alike", "lost", "surplus"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepGroups:
+    """What became of the groups of one step. drawn = kept + alike + lost + surplus once it is over."""
+
+    drawn: int = 0
+    kept: int = 0
+    alike: int = 0
+    lost: int = 0
+    surplus: int = 0
+    trajectories: int = 0
+    repeated: int = 0  # reports of a member that was counted before
+
+    @property
+    def total(self) -> int:
+        """Groups that were judged; kept / total is what a starving job shows first."""
+        return self.kept + self.alike + self.lost
+
+
+@dataclass(slots=True)
+class _Open:
+    rewards: dict[int, float] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+
+
+class Groups:
+    """One per job. Draw what `to_draw` says, report every member once it ends, do what the reports return."""
+
+    def __init__(self, rules: GroupRules, next_group: int = 0) -> None:
+        assert rules.groups >= 1 and rules.size >= 2 and rules.draws_max >= rules.groups and rules.draw_ahead >= 1.0
+        assert rules.train_size == 0 or 2 <= rules.train_size <= rules.size
+        self.rules = rules
+        self.next_group = next_group
+        self._open: dict[int, _Open] = {}
+        self._counts = dict.fromkeys(("drawn", "kept", "alike", "lost", "surplus", "trajectories", "repeated"), 0)
+
+    def begin_step(self) -> None:
+        """A new step; the one before must be over."""
+        assert not self._open, f"groups {sorted(self._open)} are still under way"
+        self._counts = dict.fromkeys(self._counts, 0)
+
+    @property
+    def missing(self) -> int:
+        """Groups the step still lacks."""
+        return max(0, self.rules.groups - self._counts["kept"])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step can be trained: it has its groups, or nothing is under way and no more may be drawn."""
+        return not self.missing or (not self._open and not self._may_draw())
+
+    def to_draw(self) -> list[Draw]:
+        """Groups to start now, so that those under way make up for those missing."""
+        wanted = ceil(self.missing * self.rules.draw_ahead) - len(self._open)
+        draws = []
+        for _ in range(min(wanted, self._may_draw())):
+            draws.append(Draw(self.next_group, self.rules.size))
+            self._open[self.next_group] = _Open()
+            self._counts["drawn"] += 1
+            self.next_group += 1
+        return draws
+
+    def finished(self, group: int, member: int, reward: float) -> Keep | Drop | None:
+        """A member has its reward. Says what becomes of the group, once its last member has ended."""
+        assert isfinite(reward), f"the reward of member {member} of group {group} is {reward}"
+        state = self._new_member(group, member)
+        if state is None:
+            return None
+        self._counts["trajectories"] += 1
+        state.rewards[member] = reward
+        return self._judge(group, state)
+
+    def lost(self, group: int, member: int) -> Keep | Drop | None:
+        """A member will never have a reward; the others make do without it."""
+        state = self._new_member(group, member)
+        if state is None:
+            return None
+        state.lost.add(member)
+        return self._judge(group, state)
+
+    def end_step(self) -> tuple[list[Drop], StepGroups]:
+        """The step is over: what is still under way is surplus, to be cancelled. And what became of all."""
+        surplus = [Drop(group, "surplus") for group in sorted(self._open)]
+        self._counts["surplus"] += len(surplus)
+        self._open.clear()
+        return surplus, self.counts()
+
+    def counts(self) -> StepGroups:
+        return StepGroups(**self._counts)
+
+    def _may_draw(self) -> int:
+        limit = self.rules.draws_max if self.rules.dynamic_sampling else self.rules.groups
+        return max(0, limit - self._counts["drawn"])
+
+    def _new_member(self, group: int, member: int) -> _Open | None:
+        """The member's group, or None if it was counted before or its group has met its fate."""
+        assert 0 <= member < self.rules.size and 0 <= group < self.next_group, f"no member {member} of group {group}"
+        state = self._open.get(group)
+        if state is None or member in state.rewards or member in state.lost:
+            self._counts["repeated"] += 1
+            return None
+        return state
+
+    def _judge(self, group: int, state: _Open) -> Keep | Drop | None:
+        if len(state.rewards) + len(state.lost) < self.rules.size:
+            return None
+        del self._open[group]
+        fate = self._fate(group, state)
+        self._counts["kept" if isinstance(fate, Keep) else fate.reason] += 1
+        return fate
+
+    def _fate(self, group: int, state: _Open) -> Keep | Drop:
+        members = sorted(state.rewards)
+        rewards = [state.rewards[member] for member in members]
+        if not self.missing:
+            return Drop(group, "surplus")
+        if len(members) < 2:
+            return Drop(group, "lost")
+        if self.rules.dynamic_sampling and spread(rewards) < SPREAD_MIN:
+            return Drop(group, "alike")
+        chosen = most_spread(rewards, self.rules.train_size or len(members))
+        return Keep(group, tuple(members[index] for index in chosen))
+
+
+def spread(rewards: Sequence[float]) -> float:
+    """Standard deviation."""
+    mean = sum(rewards) / len(rewards)
+    return (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
+
+
+def most_spread(rewards: Sequence[float], count: int) -> list[int]:
+    """Indices of the `count` rewards whose variance is largest; of equals the earlier ones, and as even as can be."""
+    if count >= len(rewards):
+        return list(range(len(rewards)))
+    worst = sorted(range(len(rewards)), key=lambda index: (rewards[index], index))
+    best = sorted(range(len(rewards)), key=lambda index: (-rewards[index], index))
+
+    def taken(low: int) -> list[int]:
+        """`low` of the worst; the best fill up. When all are alike the two lists overlap."""
+        chosen = worst[:low]
+        return chosen + [index for index in best if index not in chosen][: count - low]
+
+    even = count // 2
+    lows = sorted(range(count + 1), key=lambda low: abs(low - even))
+    found = max(lows, key=lambda low: round(spread([rewards[index] for index in taken(low)]), 9))
+    return sorted(taken(found))

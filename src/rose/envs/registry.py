@@ -1,0 +1,61 @@
+"""Environments by name, each with the settings that make it what it is.
+
+Names that differ only in numbers share a class; a job may change single settings on top of a name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rose.envs.base import Environment
+from rose.envs.frozenlake import FrozenLake, LakeSettings
+from rose.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`answer_tokens_max` is how long one turn of the agent may be; `summary` is for people."""
+
+    settings: Any
+    make: Callable[[Any], Environment]
+    answer_tokens_max: int
+    summary: str
+    is_planned: bool = False  # the agent writes a short plan before its answer
+
+
+SMALL = LakeSettings()
+LARGE = LakeSettings(size=8, turns_max=30)
+LONG = LakeSettings(turns_max=16)
+
+ENVIRONMENTS: dict[str, Entry] = {
+    "frozenlake": Entry(SMALL, FrozenLake, 8, "4x4, one-line view"),
+    "frozenlake-grid": Entry(replace(SMALL, view="grid"), FrozenLake, 8, "4x4, the whole map"),
+    "frozenlake-slippery": Entry(replace(SMALL, is_slippery=True, turns_max=20), FrozenLake, 8, "4x4, slippery"),
+    "frozenlake-8x8": Entry(LARGE, FrozenLake, 8, "8x8, one-line view"),
+    "frozenlake-8x8-slippery": Entry(replace(LARGE, is_slippery=True, turns_max=60), FrozenLake, 8, "8x8, slippery"),
+    "frozenlake-plan": Entry(LONG, FrozenLake, 128, "4x4, a short plan before every answer", is_planned=True),
+}
+
+
+def find_environment(name: str) -> Entry:
+    """The entry of this name, or a ConfigError that names the nearest one."""
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name]
+    near = difflib.get_close_matches(name, ENVIRONMENTS, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"there is no environment {name!r}", hint=f"{hint}there are {', '.join(ENVIRONMENTS)}")
+
+
+def make_environment(name: str, **changes: Any) -> Environment:
+    """A fresh environment, with single settings changed."""
+    entry = find_environment(name)
+    known = {field.name for field in fields(entry.settings)}
+    for key in changes:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"
+            raise ConfigError(f"environment {name} has no setting {key!r}", hint=hint)
+    return entry.make(replace(entry.settings, **changes))

@@ -1,0 +1,26 @@
+"""How much better each trajectory went than its group: the only thing a reward is used for.
+
+The group is its own baseline (GRPO), so no value model is needed. Divided by the spread of the group, a rare
+success among many failures weighs more than one among equals; `none` leaves that out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+Scale = Literal["spread", "none"]
+
+SPREAD_FLOOR = 1e-4
+"""Added to the spread, so that rewards that differ by a rounding error do not become large advantages."""
+
+
+def group_advantages(rewards: Sequence[float], scale: Scale = "spread") -> list[float]:
+    """One per trajectory of a group; their sum is zero. The spread is that of a sample (n - 1)."""
+    assert len(rewards) >= 2, "a group of one has nothing to compare with"
+    mean = sum(rewards) / len(rewards)
+    differences = [reward - mean for reward in rewards]
+    if scale == "none":
+        return differences
+    spread = (sum(difference**2 for difference in differences) / (len(rewards) - 1)) ** 0.5
+    return [difference / (spread + SPREAD_FLOOR) for difference in differences]

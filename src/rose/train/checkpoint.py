@@ -1,0 +1,180 @@
+"""Checkpoints: a model folder that any engine serves, and beside it what a trainer needs to go on.
+
+    step-000012/
+      config.json, tokenizer.json, ...   as in the folder the job began with
+      model.safetensors                  the weights in bf16, for engines
+      trainer/state.safetensors          the same weights in fp32, and the optimiser's moments
+      trainer/state.json                 step, guards, the digest of the file above, and what the job adds
+
+A checkpoint is written under another name, read back and compared, and only then given its own: who finds one finds
+it whole, after a crash and on a full disk too. Nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from rose.errors import ModelError, Unavailable
+from rose.models.bits import to_bf16
+from rose.models.files import Keys, read_object, sibling_name
+from rose.models.spec import read_spec
+from rose.models.tensors import SINGLE, check, open_tensors
+from rose.models.writer import Storage, write_tensors
+from rose.train.model import CausalModel
+from rose.train.step import Snapshot, Trainer
+
+STATE_FOLDER, STATE_TENSORS, STATE_JSON = "trainer", "state.safetensors", "state.json"
+WEIGHT = "weight"
+WEIGHT_FILES = (".safetensors", ".index.json", ".bin")
+
+
+def export_model(model: CausalModel, source: Path | str, out: Path | str, dtype: Storage = "bf16") -> Path:
+    """Write the model as a Hugging Face folder that was not there before; everything but weights is `source`'s."""
+    with _appearing(Path(out)) as fresh:
+        _write_model(model, Path(source), fresh, dtype)
+    return Path(out)
+
+
+def save_checkpoint(
+    trainer: Trainer, source: Path | str, out: Path | str, extra: Mapping[str, Any] | None = None
+) -> Path:
+    """Model and trainer state. `extra` is the job's own, plain JSON values."""
+    with _appearing(Path(out)) as fresh:
+        _write_model(trainer.model, Path(source), fresh, "bf16")
+        _write_state(trainer, fresh / STATE_FOLDER, extra or {})
+    return Path(out)
+
+
+def load_checkpoint(trainer: Trainer, folder: Path | str) -> dict[str, Any]:
+    """Put the trainer where the checkpoint was made; returns the job's extra. Raises ModelError."""
+    inner = Path(folder) / STATE_FOLDER
+    state = Keys(str(inner / STATE_JSON), read_object(inner / STATE_JSON))
+    tensors_file = inner / STATE_TENSORS
+    if not tensors_file.exists() or _digest(tensors_file) != state.text("sha256"):
+        hint = "take an earlier checkpoint"
+        raise ModelError(f"{tensors_file} is not the file its state.json was written with", hint=hint)
+    trainer.restore(_read_snapshot(tensors_file, trainer))
+    trainer.step = state.whole("step", minimum=0)
+    trainer.learning_rate_factor = state.number("learning_rate_factor")
+    trainer.spikes.norms.clear()
+    trainer.spikes.norms.extend(state.get("gradient_norms", []))
+    trainer.starvation.starved_steps = state.whole("starved_steps", minimum=0)
+    trainer.starvation.roll_backs = state.whole("roll_backs", minimum=0)
+    return dict(state.inner("extra").values)
+
+
+def _write_model(model: CausalModel, source: Path, folder: Path, dtype: Storage) -> None:
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not file.name.startswith("."):
+            shutil.copyfile(file, folder / file.name)
+    if not model.is_finite():
+        raise ModelError("the weights hold numbers that are not finite; they are not written")
+    arrays = model.arrays()
+    write_tensors(folder / SINGLE, arrays, dtype)
+    _verify(folder, arrays, dtype)
+
+
+def _verify(folder: Path, arrays: Mapping[str, NDArray[np.float32]], dtype: Storage) -> None:
+    """What was written, read back, is what was meant."""
+    tensors = open_tensors(folder)
+    check(tensors, read_spec(folder))
+    for name, array in arrays.items():
+        if dtype == "bf16":
+            is_same = np.array_equal(tensors.bits16(name), to_bf16(array))
+        else:
+            is_same = np.array_equal(tensors.float32(name), array.astype("<f2" if dtype == "f16" else "<f4"))
+        if not is_same:
+            raise Unavailable(f"{name} reads back from {folder / SINGLE} as something else", hint="check the disk")
+
+
+def _write_state(trainer: Trainer, folder: Path, extra: Mapping[str, Any]) -> None:
+    folder.mkdir()
+    arrays = {f"{WEIGHT}/{name}": array for name, array in trainer.model.arrays().items()}
+    for name, state in trainer.moments().items():
+        arrays |= {f"{key}/{name}": np.atleast_1d(value.numpy().astype(np.float32)) for key, value in state.items()}
+    write_tensors(folder / STATE_TENSORS, arrays, "f32")
+    state_json = {
+        "step": trainer.step,
+        "learning_rate_factor": trainer.learning_rate_factor,
+        "gradient_norms": list(trainer.spikes.norms),
+        "starved_steps": trainer.starvation.starved_steps,
+        "roll_backs": trainer.starvation.roll_backs,
+        "sha256": _digest(folder / STATE_TENSORS),
+        "extra": dict(extra),
+    }
+    (folder / STATE_JSON).write_text(json.dumps(state_json, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_snapshot(file: Path, trainer: Trainer) -> Snapshot:
+    """Tensors are named KIND/NAME: the weight itself, and whatever the optimiser keeps of it."""
+    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in trainer.model.weights}
+    tensors = _read_tensors(file)
+    for full_name, array in tensors.items():
+        kind, _, name = full_name.partition("/")
+        if name not in found:
+            raise ModelError(f"{file} holds {full_name}, which this model does not have")
+        found[name][kind] = torch.from_numpy(array)
+    weights = {}
+    for name, weight in trainer.model.weights.items():
+        if WEIGHT not in found[name] or found[name][WEIGHT].shape != weight.shape:
+            raise ModelError(f"{file} holds no weight {name} of shape {tuple(weight.shape)}")
+        weights[name] = found[name].pop(WEIGHT)
+    moments = {name: {key: _as_kept(value, weights[name]) for key, value in found[name].items()} for name in found}
+    return Snapshot(weights, {name: state for name, state in moments.items() if state})
+
+
+def _as_kept(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The optimiser's step counter is a scalar; files hold it as a list of one."""
+    return value.reshape(()) if value.numel() == 1 and weight.numel() != 1 else value
+
+
+def _read_tensors(file: Path) -> dict[str, NDArray[np.float32]]:
+    """Every tensor of one safetensors file, copied into memory."""
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@contextmanager
+def _appearing(out: Path) -> Iterator[Path]:
+    """A folder to write in, which takes the name `out` when it is whole and leaves nothing behind when it fails."""
+    fresh = sibling_name(out)
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        _sync(fresh)
+        fresh.rename(out)
+    except OSError as error:
+        what = f"{out} cannot be written: {error.strerror or error}"
+        raise Unavailable(what, hint="free some space, or choose another folder") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """On disk before the name is: a crash after the rename must not find empty files."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Weights from the trainer to every rollout worker: codec, shards, chain, relays, publisher and receiver."""

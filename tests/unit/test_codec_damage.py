@@ -1,0 +1,110 @@
+"""Whatever happens to a payload's bytes, decoding ends, touches nothing but the destination, and mostly complains.
+
+Compiled code checks its own bounds: a destination lies between two guards that must never change, and both
+implementations must give the same verdict and the same elements on damaged bodies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.unit.test_codec import update
+
+from rose.weights import codec
+from rose.weights.codec import CodecError, ElementType, Mode
+from rose.weights.codec.format import CLASSES, CONTEXT_HEAD_BYTES
+from rose.weights.codec.kernels import KernelBlocks
+from rose.weights.codec.reference import ReferenceBlocks
+
+GUARD = 4096
+NOISES = {"sparse": 1e-6, "dense": 1e-4, "packed": 1.0}
+
+
+def try_to_apply(payload: bytes, base: np.ndarray) -> np.ndarray | None:
+    """The elements, or None if the payload was refused; the guards around them are looked at in both cases."""
+    memory = np.full(len(base) + 2 * GUARD, 0xABCD, base.dtype)
+    inside = memory[GUARD : GUARD + len(base)]
+    inside[:] = base
+    try:
+        codec.apply(payload, inside)
+    except CodecError:
+        inside = None
+    assert np.all(memory[:GUARD] == 0xABCD) and np.all(memory[-GUARD:] == 0xABCD)
+    return inside
+
+
+@pytest.mark.parametrize("contexts", [False, True], ids=["plain", "contexts"])
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES.keys())
+def test_every_flipped_bit(noise, contexts):
+    base, new = update(400, noise)
+    payload = codec.encode(base, new, block_elements=150, contexts=contexts)
+    unharmed = 0
+    for bit in range(8 * len(payload)):
+        damaged = bytearray(payload)
+        damaged[bit >> 3] ^= 1 << (bit & 7)
+        found = try_to_apply(bytes(damaged), base)
+        unharmed += found is not None and np.array_equal(found, new)
+    assert unharmed <= 8 * 4, "more than the padding of three blocks and the element type was ignored"
+
+
+@pytest.mark.parametrize("contexts", [False, True], ids=["plain", "contexts"])
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES.keys())
+def test_every_truncation_is_refused(noise, contexts):
+    base, new = update(400, noise)
+    payload = codec.encode(base, new, block_elements=150, contexts=contexts)
+    kept = [size for size in range(len(payload)) if try_to_apply(payload[:size], base) is not None]
+    assert kept == []
+    assert try_to_apply(payload + b"\0", base) is None
+
+
+@pytest.mark.parametrize("element_type", ElementType)
+@pytest.mark.parametrize("mode", Mode)
+def test_random_bodies_get_the_same_verdict_from_both(mode, element_type):
+    draw = np.random.default_rng([mode, element_type])
+    fast, slow = KernelBlocks(element_type, 0), ReferenceBlocks(element_type)
+    verdicts = set()
+    for _ in range(150):
+        elements = int(draw.integers(1, 200))
+        first = int(draw.integers(0, elements))
+        last = int(draw.choice([elements, draw.integers(first, elements) + 1]))
+        if mode == Mode.CONTEXT:
+            first, last = 0, elements
+        body = random_body(draw, mode, elements)
+        base = draw.integers(0, 1 << element_type.bits, last - first).astype(element_type.storage)
+        left, right = base.copy(), base.copy()
+        verdict = fast.apply(mode, body, left, elements, first)
+        assert verdict == slow.apply(mode, body, right, elements, first)
+        assert not verdict or np.array_equal(left, right)
+        verdicts.add(verdict)
+    assert True in verdicts or mode in (Mode.FULL, Mode.CONTEXT), (
+        "no random body was ever accepted: the test does not reach far"
+    )
+
+
+def random_body(draw: np.random.Generator, mode: Mode, elements: int) -> bytes:
+    """Random bytes behind a head that is mostly plausible, so that the decoder does not stop at once."""
+    body = draw.integers(0, 256, int(draw.integers(0, 60))).astype(np.uint8)
+    if draw.random() < 0.3:
+        body = body[:0]
+    if mode == Mode.SPARSE and len(body) >= 5:
+        body[:4] = np.frombuffer(int(draw.integers(0, min(elements, 9) + 1)).to_bytes(4, "little"), np.uint8)
+        body[4] = draw.choice([0, 1, 3, 64, 128, 192])
+    if mode == Mode.CONTEXT and len(body) >= CONTEXT_HEAD_BYTES:
+        left = len(body) - CONTEXT_HEAD_BYTES
+        sizes = [left // 2, 0, left - left // 2] if draw.random() < 0.8 else [left, left, 3]
+        body[0], body[CLASSES:CONTEXT_HEAD_BYTES] = CLASSES, np.array(sizes, "<u4").view(np.uint8)
+        if draw.random() < 0.5:
+            body[1:CLASSES] &= 31
+        for at in (CONTEXT_HEAD_BYTES, CONTEXT_HEAD_BYTES + left // 2):
+            body[at : at + 5] = np.array([1, 0, 0, 0, 0], np.uint8)[: len(body) - at]
+    if mode == Mode.BITMAP and len(body):
+        body[0] = draw.choice([0, 1, 2])
+        body[1 : 1 + (elements + 7) // 8] &= 0x11
+    return body.tobytes()
+
+
+def test_a_directory_that_promises_too_much_allocates_nothing():
+    header = codec.encode(np.zeros(10, np.uint16), np.zeros(10, np.uint16))[:8]
+    payload = header + (2**63).to_bytes(8, "little") + (1).to_bytes(4, "little") + bytes(100)
+    with pytest.raises(CodecError, match="too short"):
+        codec.describe(payload)

@@ -1,0 +1,231 @@
+"""One step of learning, and the guards that keep a job alive."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rose.core.groups import StepGroups
+from rose.core.trajectory import Trajectory
+from rose.errors import ConfigError
+from rose.models.presets import write_preset
+from rose.train.batch import Sample, micro_batches
+from rose.train.guards import SpikeGuard, StarvationGuard
+from rose.train.model import CausalModel, use_threads
+from rose.train.settings import LossSettings, TrainSettings
+from rose.train.step import Snapshot, Trainer, TrainingStarved
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    use_threads(1)
+    return write_preset("frozenlake-1m", tmp_path_factory.mktemp("model") / "m")
+
+
+def trajectory(name: str, own: list[int], reward: float, logprob: float = -4.7, version: str = "0") -> Trajectory:
+    context = [10, 11, 12, 13]
+    return Trajectory(
+        trajectory_id=name,
+        group_id="0",
+        token_ids=tuple(context + own),
+        loss_mask=(False,) * 4 + (True,) * len(own),
+        logprobs=(0.0,) * 4 + (logprob,) * len(own),
+        versions=("",) * 4 + (version,) * len(own),
+        reward=reward,
+    )
+
+
+GOOD, BAD = [20, 21, 22], [30, 31, 32, 33]
+GROUP = [trajectory("good", GOOD, 1.0), trajectory("bad", BAD, 0.0)]
+ALIKE = [trajectory("good", GOOD, 0.0), trajectory("bad", BAD, 0.0)]
+
+
+def logprob_of(model: CausalModel, own: list[int]) -> float:
+    [batch] = micro_batches([Sample(trajectory("", own, 0.0), 0.0, 0.0)], 1, 100)
+    with torch.no_grad():
+        return float(model.logprobs(batch.token_ids, batch.scored)[0].sum())
+
+
+def on_policy(trainer: Trainer) -> list[Trajectory]:
+    """The group as an engine with the trainer's weights would have reported it."""
+    found = []
+    for own, reward in ((GOOD, 1.0), (BAD, 0.0)):
+        [batch] = micro_batches([Sample(trajectory("", own, 0.0), 0.0, 0.0)], 1, 100)
+        with torch.no_grad():
+            values = trainer.model.logprobs(batch.token_ids, batch.scored)[0].tolist()
+        found.append(replace(trajectory("x", own, reward), logprobs=(0.0,) * 4 + tuple(values)))
+    return found
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return trainer.snapshot().weights
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+@pytest.mark.parametrize("updates", [1, 3])
+def test_what_was_rewarded_becomes_likelier(folder, loss, updates):
+    settings = TrainSettings(updates=updates, warm_up_steps=0, spike_factor=1e9, loss=LossSettings(name=loss))
+    trainer = Trainer(CausalModel.load(folder), settings)
+    good, bad = logprob_of(trainer.model, GOOD), logprob_of(trainer.model, BAD)
+    for _ in range(3):
+        report = trainer.learn([on_policy(trainer)])
+        assert report.verdict == "updated"
+    assert logprob_of(trainer.model, GOOD) > good + 0.1
+    assert logprob_of(trainer.model, BAD) < bad - 0.1
+
+
+def test_the_report_of_a_step(folder):
+    trainer = Trainer(CausalModel.load(folder), TrainSettings(warm_up_steps=4, learning_rate=1e-3))
+    group = [*on_policy(trainer), trajectory("other", [40], 0.5, version="7")]
+    report = trainer.learn([group], StepGroups(drawn=5, kept=1, alike=3, surplus=1))
+    assert (report.step, report.verdict, report.groups_kept, report.groups_total) == (1, "updated", 1, 4)
+    assert (report.trajectories, report.trained_tokens) == (2 + 1, 3 + 4), "one at the mean has no gradient"
+    assert report.tokens_by_version == {"0": 7, "7": 1}
+    assert report.learning_rate == pytest.approx(1e-3 / 4)
+    assert report.importance_mean == pytest.approx(1.0, abs=1e-4) and report.truncated_share == 0.0
+    assert 0 < report.gradient_norm < 100 and report.entropy == pytest.approx(math.log(110), abs=0.2)
+
+
+def test_rollouts_that_the_trainer_finds_far_likelier_are_truncated(folder):
+    trainer = Trainer(CausalModel.load(folder))
+    report = trainer.learn([[trajectory("a", GOOD, 1.0, logprob=-9.0), trajectory("b", BAD, 0.0, logprob=-4.7)]])
+    assert report.truncated_share == pytest.approx(3 / 7)
+
+
+def test_micro_batches_give_the_same_gradient_as_one_batch(folder):
+    groups = [
+        [trajectory(f"{n}{m}", list(range(20 + n, 20 + n + 3 * m)), float(m % 2)) for m in range(1, 6)]
+        for n in range(3)
+    ]
+    norms = []
+    for rows, tokens in ((100, 10_000), (2, 10_000), (100, 30)):
+        trainer = Trainer(CausalModel.load(folder), TrainSettings(rows_max=rows, tokens_max=tokens))
+        norms.append(trainer.learn(groups).gradient_norm)
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-4)
+
+
+def test_micro_batches_are_sorted_bounded_and_complete():
+    lengths = [5, 1, 9, 3, 7, 2, 8]
+    samples = [Sample(trajectory(str(length), [20] * length, 0.0), float(length), 1.0) for length in lengths]
+    batches = micro_batches(samples, rows_max=3, tokens_max=24)
+    assert [tuple(batch.token_ids.shape) for batch in batches] == [(3, 7), (2, 11), (1, 12), (1, 13)]
+    assert [int(batch.scored.sum()) for batch in batches] == [6, 12, 8, 9]
+    assert batches[0].advantages.tolist() == [1.0, 2.0, 2.0, 3.0, 3.0, 3.0]
+    assert batches[0].sequences.tolist() == [0, 1, 1, 2, 2, 2]
+
+
+# Trouble
+
+
+def test_an_update_that_is_not_finite_is_refused(folder, monkeypatch):
+    trainer = Trainer(CausalModel.load(folder))
+    before = weights_of(trainer)
+    monkeypatch.setattr(
+        trainer.model, "logits", lambda ids, scored: torch.full((int(scored.sum()), 110), math.nan).requires_grad_()
+    )
+    assert trainer.learn([GROUP]).verdict == "not_finite"
+    assert same(before, weights_of(trainer)) and trainer.moments() == {}
+    monkeypatch.undo()
+    assert trainer.learn([GROUP]).verdict == "updated", "the job goes on"
+
+
+def test_weights_that_overflow_are_taken_back(folder, monkeypatch):
+    trainer = Trainer(CausalModel.load(folder), TrainSettings(warm_up_steps=0))
+    trainer.learn([GROUP])
+    before = trainer.snapshot()
+    monkeypatch.setattr(trainer, "learning_rate", lambda: math.inf)
+    assert trainer.learn([GROUP]).verdict == "not_finite"
+    after = trainer.snapshot()
+    assert same(before.weights, after.weights)
+    assert all(same(state, after.moments[name]) for name, state in before.moments.items())
+    assert trainer.model.is_finite()
+
+
+def test_a_trajectory_with_broken_log_probabilities_is_left_out(folder):
+    trainer = Trainer(CausalModel.load(folder))
+    report = trainer.learn([[*GROUP, trajectory("broken", BAD, 1.0, logprob=math.nan)]])
+    assert (report.verdict, report.trajectories, report.trajectories_refused) == ("updated", 2, 1)
+
+
+def test_a_gradient_far_beyond_the_usual_is_skipped(folder):
+    trainer = Trainer(CausalModel.load(folder))
+    trainer.spikes.norms.extend([1e-3] * 5)
+    before = weights_of(trainer)
+    report = trainer.learn([GROUP])
+    assert report.verdict == "spike" and report.gradient_norm > 1e-2
+    assert same(before, weights_of(trainer))
+    assert len(trainer.spikes.norms) == 5, "a spike does not become usual"
+
+
+def test_spikes():
+    guard = SpikeGuard(10.0)
+    assert not any(guard.is_spike(norm) for norm in (1.0, 500.0, 1.0, 1.2, 0.8)), "too few to know what is usual"
+    assert not guard.is_spike(9.9)
+    assert guard.is_spike(13.0)
+    assert not guard.is_spike(0.0) and len(guard.norms) == 6
+
+
+@pytest.mark.parametrize(
+    "kept, verdicts",
+    [
+        ([1, 0, 0, 1, 0, 0], ["fine", "starved", "starved", "fine", "starved", "starved"]),
+        ([0, 0, 0, 0, 0, 0], ["starved", "starved", "roll_back", "starved", "starved", "stop"]),
+        ([0, 0, 0, 5, 0, 0, 0], ["starved", "starved", "roll_back", "fine", "starved", "starved", "stop"]),
+    ],
+)
+def test_starvation(kept, verdicts):
+    guard = StarvationGuard(steps_max=3, roll_backs_max=1)
+    assert [guard.observe(groups) for groups in kept] == verdicts
+
+
+def test_a_starved_job_goes_back_to_the_weights_of_its_last_healthy_batch(folder):
+    trainer = Trainer(CausalModel.load(folder), TrainSettings(starved_steps_max=2, roll_backs_max=1, warm_up_steps=0))
+    trainer.learn([GROUP])
+    healthy = trainer.snapshot()
+    trainer.learn([GROUP])  # the update under suspicion
+    starved = StepGroups(drawn=9, alike=9)
+    assert trainer.learn([], starved).verdict == "starved"
+    report = trainer.learn([], starved)
+    assert (report.verdict, report.groups_kept, report.groups_total) == ("rolled_back", 0, 9)
+    after = trainer.snapshot()
+    assert same(healthy.weights, after.weights)
+    assert all(same(state, after.moments[name]) for name, state in healthy.moments.items())
+    assert trainer.learning_rate() == pytest.approx(trainer.settings.learning_rate / 2)
+    trainer.learn([], starved)
+    with pytest.raises(TrainingStarved, match="0 of 9 kept"):
+        trainer.learn([], starved)
+
+
+def test_groups_without_variance_starve_too(folder):
+    trainer = Trainer(CausalModel.load(folder), TrainSettings(starved_steps_max=2))
+    before = weights_of(trainer)
+    assert trainer.learn([ALIKE, ALIKE]).verdict == "starved"
+    assert same(before, weights_of(trainer))
+    with pytest.raises(TrainingStarved):  # there never was a healthy batch to go back to
+        trainer.learn([ALIKE])
+
+
+def test_a_snapshot_is_a_copy(folder):
+    trainer = Trainer(CausalModel.load(folder))
+    trainer.learn([GROUP])
+    snapshot = trainer.snapshot()
+    kept = Snapshot({name: value.clone() for name, value in snapshot.weights.items()}, {})
+    for _ in range(2):
+        trainer.learn([GROUP])
+        assert not same(kept.weights, weights_of(trainer))
+        assert same(kept.weights, snapshot.weights)
+        trainer.restore(snapshot)
+        assert same(kept.weights, weights_of(trainer))
+
+
+def test_an_unknown_loss_is_refused_at_the_start(folder):
+    with pytest.raises(ConfigError, match="dapo"):
+        Trainer(CausalModel.load(folder), TrainSettings(loss=LossSettings(name="dap")))

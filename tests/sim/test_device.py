@@ -18,7 +18,7 @@ from rose.core.slo import Budgets
 
 SIMULATE_S = float(os.environ.get("ROSE_SIMULATE_S", "60"))
 SEEDS_MIN = 12
-SEEDS_KEPT: tuple[int, ...] = ()
+SEEDS_KEPT = (9,)
 BURSTS = Traffic(30, burst=8.0, spikes=2)
 GPU = {"serving": "h800-qwen2.5-7b", "rollout": "h800-qwen3-8b"}
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": "start a device on a small random model and watch it answer",
     "serve": "serve a model over HTTP with an OpenAI-compatible interface, and lend its slack to rollouts",
     "lend": "the owner's controls of a lent device: status, pause, resume, drain, dry-run, limits",
+    "gateway": "one door for agents, environments and trainers, with all rollout workers behind it",
     "load": "send open-loop load from a trace or a generator, and report latencies against a budget",
     "model": "make and inspect model folders",
     "doctor": "say what this machine can run, and how to get what is missing",

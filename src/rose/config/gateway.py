@@ -1,0 +1,26 @@
+"""Settings of the gateway: its door, how long turns wait there, how long a silent worker is believed.
+
+host: 127.0.0.1
+port: 8002
+wait_s: 30
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rose.config.device import FrontSettings
+from rose.config.schema import setting
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings(FrontSettings):
+    port: int = setting(8002, "TCP port; 0 takes a free one", minimum=0, maximum=65535)
+    max_body_bytes: int = setting(16 << 20, "largest request body", minimum=1024, maximum=1 << 30)
+    model_name: str | None = setting(None, "name that clients use for the rollout model; the folder's if null")
+    wait_s: float = setting(30.0, "longest a turn waits for a worker before the answer is 503", minimum=0.1)
+    max_waiting: int = setting(4096, "most turns that wait; beyond it the answer is 429", minimum=0)
+    lease_s: float = setting(5.0, "a worker silent for longer has lost its turns", minimum=0.2, maximum=3600)
+    beat_s: float = setting(1.0, "how often workers say how they are", minimum=0.05, maximum=600)
+    max_trajectories: int = setting(100_000, "most trajectories held at once; beyond it the answer is 429", minimum=1)
+    idle_s: float = setting(3600.0, "a trajectory nobody touches for this long is forgotten", minimum=1)

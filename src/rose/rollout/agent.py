@@ -1,0 +1,222 @@
+"""A device's agent: lives in the process that holds the device's engine for rollouts, and works for one gateway.
+
+It opens one connection to the gateway, says who it is, and from then on runs the turns it is given, tells their tokens,
+says how the device is, and takes new weights. Nothing is opened towards the device. When the connection is lost its
+turns are forgotten here, since the gateway places them again with what it had received; then it dials again, with
+growing pauses, for as long as the device lives. Whatever happens here, the device goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import aiohttp
+
+from rose.coserve import messages as engine_messages
+from rose.errors import RoseError, Unavailable
+from rose.front.handle import EngineHandle
+from rose.rollout import messages
+from rose.rollout.messages import CONNECT_PATH, FRAME_BYTES_MAX, Kind
+from rose.rollout.outbox import Outbox
+from rose.rollout.runner import AgentEngine, TurnRunner
+
+logger = logging.getLogger("rose.agent")
+
+PAUSE_FIRST_S, PAUSE_LONGEST_S = 0.2, 5.0
+WELCOME_S = 10.0
+SILENCE_S = 10.0  # a gateway that does not answer a ping for this long is gone
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """`name` must be unlike that of every other worker of the gateway."""
+
+    gateway: str
+    token: str
+    model: str
+    kind: Kind
+    seats: int
+    name: str = ""
+
+    @property
+    def url(self) -> str:
+        return self.gateway.rstrip("/") + CONNECT_PATH
+
+
+class Dismissed(Exception):
+    """The gateway wants no more of this worker."""
+
+
+async def attend(engine: EngineHandle, arguments: dict[str, Any]) -> None:
+    """How a device starts its agent: by the name of this function and plain arguments."""
+    await run_agent(cast(AgentEngine, engine), AgentSettings(**arguments))
+
+
+async def run_agent(engine: AgentEngine, settings: AgentSettings) -> None:
+    """Work for the gateway until cancelled, or until it sends this worker away for good."""
+    pause_s, last_words = PAUSE_FIRST_S, ""
+    async with aiohttp.ClientSession() as http:
+        while True:
+            began_s = time.monotonic()
+            try:
+                await _Session(engine, settings).run(http)
+            except Dismissed as word:
+                logger.warning("the gateway sent this worker away: %s", word)
+                return
+            except (RoseError, aiohttp.ClientError, OSError, TimeoutError) as error:
+                words = _words(settings, error)
+                if words != last_words:
+                    logger.warning("%s; trying again", words)
+                last_words = words
+            if time.monotonic() - began_s > PAUSE_LONGEST_S:
+                pause_s, last_words = PAUSE_FIRST_S, ""
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(PAUSE_LONGEST_S, 2 * pause_s)
+
+
+class _Session:
+    """One connection, from joining to losing it."""
+
+    def __init__(self, engine: AgentEngine, settings: AgentSettings) -> None:
+        self._engine, self._settings = engine, settings
+        self._wanted: messages.NewVersion | None = None
+        self._wanted_news = asyncio.Event()
+        self._evictions: set[asyncio.Task[None]] = set()
+        self._outbox: Outbox
+        self._runner: TurnRunner
+
+    async def run(self, http: aiohttp.ClientSession) -> None:
+        """Raises what ended it."""
+        headers = {"Authorization": f"Bearer {self._settings.token}"}
+        async with http.ws_connect(
+            self._settings.url, headers=headers, max_msg_size=FRAME_BYTES_MAX, heartbeat=SILENCE_S, compress=0
+        ) as connection:
+            self._outbox = Outbox(connection.send_bytes)
+            self._outbox.put(self._join())
+            await self._outbox.flush()
+            orders = _decoded(await asyncio.wait_for(connection.receive(), WELCOME_S))
+            self._runner = TurnRunner(self._engine, self._outbox.put)
+            try:
+                for order in orders:
+                    self._obey(order)  # it may be told to leave, and why
+                if not orders or not isinstance(orders[0], messages.Welcome):
+                    raise Unavailable("the gateway did not say welcome")
+                logger.info("joined the gateway at %s", self._settings.gateway)
+                await self._work(connection, orders[0].beat_s)
+            finally:
+                self._runner.close()
+
+    async def _work(self, connection: aiohttp.ClientWebSocketResponse, beat_s: float) -> None:
+        """The first of these that ends, ends all."""
+        works = (self._outbox.run(), self._beat(beat_s), self._take_versions(), self._listen(connection))
+        tasks = {asyncio.create_task(work) for work in works}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            tasks |= self._evictions
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _join(self) -> messages.Join:
+        facts, settings = self._engine.facts, self._settings
+        return messages.Join(
+            name=settings.name or f"{socket.gethostname()}-{os.getpid()}",
+            kind=settings.kind,
+            model=settings.model,
+            version=facts.version,
+            seats=settings.seats,
+            kv_tokens=facts.kv_blocks_limit * facts.block_tokens,
+            context_tokens=facts.max_context_tokens,
+        )
+
+    async def _listen(self, connection: aiohttp.ClientWebSocketResponse) -> None:
+        while True:
+            for message in _decoded(await connection.receive()):
+                self._obey(message)
+
+    def _obey(self, message: messages.ToAgent) -> None:
+        match message:
+            case messages.Turn():
+                self._runner.start(message)
+            case messages.Cancel():
+                self._runner.cancel(message.ticket)
+            case messages.Evict():
+                task = asyncio.create_task(self._runner.evict(message.ticket))
+                self._evictions.add(task)
+                task.add_done_callback(self._evictions.discard)
+            case messages.NewVersion():
+                self._wanted = message
+                self._wanted_news.set()
+            case messages.Leave():
+                if message.retry_s is None:
+                    raise Dismissed(message.why)
+                raise Unavailable(f"the gateway will not have this worker now: {message.why}")
+            case messages.Welcome():
+                pass
+
+    async def _beat(self, beat_s: float) -> None:
+        tokens, at_s = self._engine.facts.generated_tokens, time.monotonic()
+        while True:
+            await asyncio.sleep(beat_s)
+            facts, trouble, now_s = self._engine.facts, self._engine.trouble, time.monotonic()
+            rate = max(0, facts.generated_tokens - tokens) / max(1e-9, now_s - at_s)
+            tokens, at_s = facts.generated_tokens, now_s
+            self._outbox.put(
+                messages.Beat(
+                    running=facts.running,
+                    waiting=facts.waiting,
+                    kv_used_tokens=facts.kv_blocks_used * facts.block_tokens,
+                    kv_tokens=facts.kv_blocks_limit * facts.block_tokens,
+                    version=facts.version,
+                    gate_open=trouble is None,
+                    tokens_per_s=rate,
+                    why=trouble.what if trouble is not None else "",
+                )
+            )
+
+    async def _take_versions(self) -> None:
+        """One version at a time, always the newest that is wanted."""
+        while True:
+            await self._wanted_news.wait()
+            self._wanted_news.clear()
+            wanted = self._wanted
+            if wanted is None or wanted.version == self._engine.facts.version:
+                continue
+            try:
+                await self._engine.ask(engine_messages.Stage(wanted.version, wanted.folder))
+                if self._wanted is not wanted:  # a newer one came while this one was read
+                    continue
+                await self._engine.ask(engine_messages.Commit(wanted.version))
+            except RoseError as error:
+                self._outbox.put(messages.VersionReady(wanted.version, engine_messages.fault_of(error)))
+                continue
+            self._runner.flush()  # tokens drawn before it are told before it
+            self._outbox.put(messages.VersionReady(wanted.version))
+
+
+def _decoded(message: aiohttp.WSMessage) -> list[messages.ToAgent]:
+    if message.type is aiohttp.WSMsgType.BINARY:
+        return messages.decode_to_agent(message.data)
+    if message.type is aiohttp.WSMsgType.ERROR:
+        raise Unavailable(f"the connection to the gateway broke: {message.data}")
+    raise Unavailable("the gateway closed the connection")
+
+
+def _words(settings: AgentSettings, error: BaseException) -> str:
+    if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
+        return f"the gateway at {settings.gateway} does not know this worker's token (ROSE_WORKER_TOKEN)"
+    if isinstance(error, RoseError):
+        return error.what
+    if isinstance(error, TimeoutError):
+        return f"the gateway at {settings.gateway} does not answer"
+    return f"the gateway at {settings.gateway} cannot be reached: {getattr(error, 'strerror', None) or error}"

@@ -1,0 +1,183 @@
+"""The turns of one agent on its engine: starts them, tells what every step added, hands them back.
+
+Tokens are taken from the engine's steps, all turns of a step at once. A turn that has ended is told at once, whole,
+since somebody waits for it. Of the others what has come is told every tenth of a second in one message, since it is
+only needed if this worker dies; told by the token, it would cost the gateway more than all the rest of the turn. A
+turn's own mailbox is only watched for how it ends, so nothing here wakes up per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from rose.coserve import messages as engine_messages
+from rose.coserve.mailbox import Mailbox
+from rose.engines.base import FinishReason, TokenEvent
+from rose.errors import RoseError, Unavailable
+from rose.front.handle import EngineHandle
+from rose.rollout.messages import Piece, Refused, ToGateway, Tokens, Turn
+
+GATHER_S = 0.1  # the most work of a turn that dies with its worker; also how often a streaming reader sees news
+
+
+class AgentEngine(EngineHandle, Protocol):
+    """An engine as the agent needs it: a `Supervisor` or a `Seat`."""
+
+    on_step: Callable[[engine_messages.Stepped], None]
+
+    async def ask(self, command: engine_messages.Command) -> engine_messages.Reply: ...
+
+
+class _Gathered:
+    """What some steps added to one turn under one version."""
+
+    __slots__ = ("cached_tokens", "finish_reason", "logprobs", "ticket", "token_ids", "top_logprobs", "version")
+
+    def __init__(self, ticket: int, version: str) -> None:
+        self.ticket, self.version = ticket, version
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
+        self.finish_reason: FinishReason | None = None
+        self.cached_tokens: int | None = None
+
+    def piece(self) -> Piece:
+        return Piece(
+            self.ticket,
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            self.version,
+            self.finish_reason,
+            self.cached_tokens,
+            tuple(self.top_logprobs),
+        )
+
+
+class TurnRunner:
+    """One per connection to the gateway."""
+
+    def __init__(self, engine: AgentEngine, say: Callable[[ToGateway], None]) -> None:
+        self._engine, self._say = engine, say
+        self._tickets: dict[str, int] = {}  # request id -> ticket, of turns that have not ended
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._gathered: dict[int, _Gathered] = {}  # by ticket
+        self._full: list[_Gathered] = []  # ended, or followed by those of a newer version of the same turn
+        self._timer: asyncio.TimerHandle | None = None
+        self._others = engine.on_step
+        engine.on_step = self._on_step
+
+    @property
+    def running(self) -> int:
+        return len(self._tickets)
+
+    def start(self, turn: Turn) -> None:
+        request = replace(turn.request, arrival_s=time.monotonic())
+        here = self._engine.facts.version
+        try:
+            if turn.version is not None and turn.version != here:
+                raise Unavailable(f"version `{here}` runs here, not `{turn.version}`")
+            mailbox = self._engine.submit([request])
+        except RoseError as error:
+            self._say(Refused(turn.ticket, engine_messages.fault_of(error)))
+            return
+        self._tickets[request.request_id] = turn.ticket
+        self._watchers[request.request_id] = asyncio.create_task(self._watch(request.request_id, mailbox))
+
+    async def evict(self, ticket: int) -> None:
+        """The engine ends it with "abort", which is told like any other end."""
+        request_id = f"turn-{ticket}"
+        if request_id not in self._tickets:
+            return
+        try:
+            await self._engine.ask(engine_messages.Evict(request_id))
+        except RoseError as error:
+            self._refuse(request_id, error)
+
+    def cancel(self, ticket: int) -> None:
+        request_id = f"turn-{ticket}"
+        if self._tickets.pop(request_id, None) is not None:
+            self._engine.cancel([request_id])
+            self._drop_watcher(request_id)
+        self._gathered.pop(ticket, None)
+
+    def close(self) -> None:
+        """The gateway is gone: everything is forgotten."""
+        self._engine.on_step = self._others
+        if self._timer is not None:
+            self._timer.cancel()
+        self._engine.cancel(list(self._tickets))
+        self._tickets.clear()
+        for request_id in list(self._watchers):
+            self._drop_watcher(request_id)
+
+    def flush(self) -> None:
+        """Tell what has been gathered."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._full += self._gathered.values()
+        self._gathered.clear()
+        self._tell_full()
+
+    def _tell_full(self) -> None:
+        if self._full:
+            self._say(Tokens(tuple(gathered.piece() for gathered in self._full)))
+            self._full.clear()
+
+    # What the engine does
+
+    def _on_step(self, stepped: engine_messages.Stepped) -> None:
+        self._others(stepped)
+        has_ended = False
+        for event in stepped.events:
+            ticket = self._tickets.get(event.request_id)
+            if ticket is not None:
+                has_ended |= self._gather(ticket, event)
+        if has_ended:
+            self._tell_full()
+        if self._gathered and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self.flush)
+
+    def _gather(self, ticket: int, event: TokenEvent) -> bool:
+        """Whether this event is the turn's last."""
+        gathered = self._gathered.get(ticket)
+        if gathered is None or (gathered.version != event.version and event.token_ids):
+            if gathered is not None:
+                self._full.append(gathered)
+            gathered = self._gathered[ticket] = _Gathered(ticket, event.version)
+        gathered.token_ids += event.token_ids
+        gathered.logprobs += event.logprobs
+        gathered.top_logprobs += event.top_logprobs
+        if event.cached_tokens is not None:
+            gathered.cached_tokens = event.cached_tokens
+        if event.finish_reason is None:
+            return False
+        gathered.finish_reason = event.finish_reason
+        self._full.append(self._gathered.pop(ticket))
+        del self._tickets[event.request_id]
+        self._watchers.pop(event.request_id, None)  # its mailbox wakes it, and it sees that it is done
+        return True
+
+    async def _watch(self, request_id: str, mailbox: Mailbox) -> None:
+        """Until the turn ends; only the ends that no step tells of are told from here."""
+        try:
+            while request_id in self._tickets:
+                await mailbox.take(ends=1)
+        except RoseError as error:
+            self._refuse(request_id, error)
+
+    def _refuse(self, request_id: str, error: RoseError) -> None:
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            self.flush()  # what came before is still the turn's
+            self._say(Refused(ticket, engine_messages.fault_of(error)))
+        self._watchers.pop(request_id, None)
+
+    def _drop_watcher(self, request_id: str) -> None:
+        watcher = self._watchers.pop(request_id, None)
+        if watcher is not None and watcher is not asyncio.current_task():
+            watcher.cancel()

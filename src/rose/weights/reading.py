@@ -1,0 +1,303 @@
+"""The worker's end of the chain: see what there is, and bring a shadow of the weights to a version, bit for bit.
+
+    reader = ChainReader(relay, run="r1", secret=secret, tensors=tensors)
+    target = reader.refresh()
+    manifest = reader.bring(shadow, target)              # the shadow now holds the version, verified
+
+Every piece finds its own way. Its hash tells which versions it already equals, wherever it came from: a version
+fetched before, a model folder, or an attempt that broke off halfway. From there the fewest bytes lead to the target, by
+deltas or from an anchor; pieces that go the same way share it. Payloads are checked before they are applied, and the
+numbers after the last of them; in between nothing is installed anywhere, since a shadow is only a shadow.
+
+What is refused (a stranger's manifest, another run's, a damaged payload) is remembered in `refused` and not looked at
+again; whatever other way there is gets taken. If none is left, that is an error, and the weights that run stay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from rose.core import versions
+from rose.core.versions import Link, VersionId
+from rose.errors import RequestRefused, RoseError, Unavailable
+from rose.weights.chain import READS_MAX, Folder, Names, Patience
+from rose.weights.coding import Codec, SparseCodec, check_same
+from rose.weights.manifest import (
+    Claim,
+    Manifest,
+    PieceEntry,
+    Record,
+    WeightsRefused,
+    check_manifest,
+    check_secret,
+    payload_hash,
+    unseal,
+)
+from rose.weights.relay.base import Buffer, Entry, KeyMissing, Relay
+from rose.weights.shadow import Shadow
+from rose.weights.shards import Box, Tensor
+
+RANGE_BYTES_MAX = 64 << 20  # what is read in one call; two of them are in memory at a time
+ROUNDS_MAX = 8  # of looking for another way
+GAP_BYTES_MAX = 64 << 10  # bytes of others' pieces that are read along rather than asked around
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A link that can be used: its manifest, and its pieces by box."""
+
+    key: str
+    manifest: Manifest
+    pieces: Mapping[Box, PieceEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Bytes of one bucket that are read in one call, and the pieces in them."""
+
+    source: _Source
+    bucket: int
+    start: int
+    stop: int
+    boxes: tuple[Box, ...]
+
+
+class _Damaged(Exception):
+    """A payload that is not what its manifest says, however often it is read."""
+
+    def __init__(self, source: _Source, what: str) -> None:
+        self.source = source
+        self.what = what
+
+
+class ChainReader:
+    """One per worker rank; for one thread at a time."""
+
+    def __init__(
+        self,
+        relay: Relay,
+        *,
+        run: str,
+        secret: bytes,
+        tensors: Sequence[Tensor] | None = None,
+        codec: Codec | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self.relay = relay
+        self.names = Names(run)
+        self.secret = check_secret(secret)
+        self.tensors = tensors
+        self.codec = codec or SparseCodec()
+        self.patience = patience or Patience()
+        self.epoch = 0  # the fence: nothing of a lower epoch is looked at
+        self.refused: dict[str, str] = {}  # keys that must not be used, and why
+        self._claims: set[str] = set()  # checked
+        self._manifests: dict[Folder, Manifest] = {}  # checked, and there when the relay was last listed
+        self._sources: dict[Link, _Source] = {}  # of those, what is whole
+
+    # What there is
+
+    def refresh(self) -> VersionId | None:
+        """Look at the relay; returns the newest version that can be had from it by whoever holds nothing."""
+        entries = self.patience.call(lambda _: self.relay.list(self.names.run))
+        self._follow_claims(entries)
+        self._read_manifests(entries)
+        self._find_sources({entry.key: entry.size_bytes for entry in entries})
+        return versions.newest(self._sources)
+
+    def versions(self) -> list[VersionId]:
+        """Every version to which some link leads, in order."""
+        return sorted({link.version for link in self._sources})
+
+    def manifest_of(self, version: VersionId) -> Manifest:
+        """The manifest of the cheapest link to a version. Raises WeightsRefused if there is none."""
+        links = [link for link in self._sources if link.version == version]
+        if not links:
+            newest = max(self.versions(), default=None)
+            raise WeightsRefused(f"version {version} is not in the relay; the newest is {newest}")
+        return self._sources[min(links, key=lambda link: link.size_bytes)].manifest
+
+    def _follow_claims(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            epoch = self.names.epoch_of(entry.key)
+            if epoch is None or entry.key in self._claims or entry.key in self.refused:
+                continue
+            claim = self._record(entry.key, Claim)
+            if claim is not None:
+                self._claims.add(entry.key)
+                self.epoch = max(self.epoch, epoch)
+
+    def _read_manifests(self, entries: Iterable[Entry]) -> None:
+        present: dict[Folder, Manifest] = {}
+        for entry in entries:
+            place = self.names.place_of(entry.key)
+            if place is None or place[1] != "manifest" or place[0].version.epoch != self.epoch:
+                continue
+            manifest = self._manifests.get(place[0]) or self._checked(place[0], entry.key)
+            if manifest is not None:
+                present[place[0]] = manifest
+        self._manifests = present
+
+    def _checked(self, folder: Folder, key: str) -> Manifest | None:
+        manifest = self._record(key, Manifest) if key not in self.refused else None
+        if manifest is None:
+            return None
+        try:
+            check_same(self.codec, manifest.codec)
+            if Folder(manifest.id, manifest.kind, manifest.attempt) != folder:
+                raise WeightsRefused(f"`{key}` is the manifest of another link")
+            return check_manifest(manifest, run=self.names.run, expected=self.tensors)
+        except RoseError as error:
+            self.refused[key] = error.what
+            return None
+
+    def _record(self, key: str, kind: type[Record]) -> Record | None:
+        """A sealed record, or None if it is gone by now or refused. It is read again: a bit may flip on the way."""
+        for trial in range(READS_MAX):
+            try:
+                data = self.patience.call(lambda _: self.relay.get(key))
+            except KeyMissing:
+                return None
+            try:
+                return unseal(self.secret, key, data, kind)
+            except WeightsRefused as error:
+                if trial == READS_MAX - 1:
+                    self.refused[key] = error.what
+        return None
+
+    def _find_sources(self, sizes: Mapping[str, int]) -> None:
+        self._sources = {}
+        for folder, manifest in self._manifests.items():
+            key = self.names.manifest(folder)
+            is_whole = all(sizes.get(bucket.key) == bucket.size_bytes for bucket in manifest.buckets)
+            if is_whole and key not in self.refused:
+                pieces = dict(zip(manifest.boxes(), manifest.pieces))
+                self._sources[manifest.link()] = _Source(key, manifest, pieces)
+
+    # Going there
+
+    def bring(self, shadow: Shadow, target: VersionId) -> Manifest:
+        """Turn the shadow into the target version. After an error it is unfinished; the next call goes on with it."""
+        missing: KeyMissing | None = None
+        for _ in range(ROUNDS_MAX):
+            manifest = self.manifest_of(target)
+            boxes = shadow.cut(manifest.boxes())
+            try:
+                self._walk(shadow, boxes, target)
+                return manifest
+            except _Damaged as damaged:
+                self.refused[damaged.source.key] = damaged.what
+            except KeyMissing as error:  # swept or lost since the relay was listed
+                missing = error
+            self.refresh()
+        raise Unavailable(f"version {target} could not be read from the relay: {missing or 'too much is damaged'}")
+
+    def _walk(self, shadow: Shadow, boxes: Sequence[Box], target: VersionId) -> None:
+        """Link after link, each for the pieces that take it; then every piece is held against the target's hash."""
+        taken = self._ways(shadow, boxes, target)
+        with ThreadPoolExecutor(1, thread_name_prefix="weights-fetch") as pool:
+            for link in sorted(taken, key=lambda link: (link.version, not link.is_anchor)):
+                self._take(pool, shadow, self._sources[link], taken[link])
+        goal = next(source for link, source in self._sources.items() if link.version == target)
+        for box in boxes:
+            if shadow.hash_of(box) != goal.pieces[box].content_hash:
+                raise _Damaged(goal, f"`{box.tensor}` did not come to the numbers of version {target}")
+
+    def _ways(self, shadow: Shadow, boxes: Sequence[Box], target: VersionId) -> dict[Link, list[Box]]:
+        """Which pieces take which link."""
+        alike: dict[frozenset[VersionId], list[Box]] = defaultdict(list)
+        for box in boxes:
+            alike[self._equals(box, shadow.hash_of(box))].append(box)
+        taken: dict[Link, list[Box]] = defaultdict(list)
+        for held, same in alike.items():
+            way = versions.shortest(self._sources, held, target)
+            if way is None:
+                raise WeightsRefused(
+                    f"no way leads from the weights held here to version {target}",
+                    hint="ask the trainer for an anchor; until then the running weights stay",
+                )
+            for link in way:
+                taken[link] += same
+        return taken
+
+    def _equals(self, box: Box, known: bytes) -> frozenset[VersionId]:
+        """The versions that a piece with this hash equals."""
+        found = set()
+        for link, source in self._sources.items():
+            piece = source.pieces.get(box)
+            if piece is None:
+                continue  # cut in another way
+            if piece.content_hash == known:
+                found.add(link.version)
+            if link.base is not None and piece.base_hash == known:
+                found.add(link.base)
+        return frozenset(found)
+
+    def _take(self, pool: ThreadPoolExecutor, shadow: Shadow, source: _Source, boxes: Sequence[Box]) -> None:
+        """Read the payloads of these pieces, the next range while this one is applied, and apply them."""
+        for range_, data in _ahead(pool, self._get, _ranges(source, boxes)):
+            for box in range_.boxes:
+                try:
+                    shadow.write(box, _payload(range_, box, data), self.codec)
+                except RoseError as error:
+                    raise _Damaged(source, error.what) from error
+
+    def _get(self, range_: _Range) -> Buffer:
+        """The bytes of a range, checked; read again if they are wrong, since that may have happened on the way."""
+        key = range_.source.manifest.buckets[range_.bucket].key
+        for _ in range(READS_MAX):
+            try:
+                data = self.patience.call(lambda _: self.relay.get(key, range_.start, range_.stop))
+            except KeyMissing:
+                raise
+            except RequestRefused as error:
+                raise _Damaged(range_.source, error.what) from error
+            if len(data) == range_.stop - range_.start and all(_is_right(range_, box, data) for box in range_.boxes):
+                return data
+        raise _Damaged(range_.source, f"a payload in `{key}` is damaged")
+
+
+def _is_right(range_: _Range, box: Box, data: Buffer) -> bool:
+    return payload_hash(_payload(range_, box, data)) == range_.source.pieces[box].payload_hash
+
+
+def _payload(range_: _Range, box: Box, data: Buffer) -> memoryview:
+    piece = range_.source.pieces[box]
+    return memoryview(data)[piece.offset - range_.start :][: piece.length]
+
+
+def _ranges(source: _Source, boxes: Iterable[Box]) -> Iterator[_Range]:
+    """What to read for these pieces, neighbours together; pieces that did not change need nothing."""
+    changed = [(source.pieces[box], box) for box in boxes if source.pieces[box].length]
+    changed.sort(key=lambda item: (item[0].bucket, item[0].offset))
+    current: _Range | None = None
+    for piece, box in changed:
+        stop = piece.offset + piece.length
+        is_near = (
+            current is not None and piece.bucket == current.bucket and piece.offset - current.stop <= GAP_BYTES_MAX
+        )
+        if current is not None and is_near and stop - current.start <= RANGE_BYTES_MAX:
+            current = replace(current, stop=max(stop, current.stop), boxes=(*current.boxes, box))
+            continue
+        if current is not None:
+            yield current
+        current = _Range(source, piece.bucket, piece.offset, stop, (box,))
+    if current is not None:
+        yield current
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, get: Callable[[_Range], Buffer], ranges: Iterable[_Range]
+) -> Iterator[tuple[_Range, Buffer]]:
+    """Each range with its bytes; while the caller works on one, the next is on its way."""
+    waiting: tuple[_Range, Future[Buffer]] | None = None
+    for range_ in ranges:
+        following = (range_, pool.submit(get, range_))
+        if waiting is not None:
+            yield waiting[0], waiting[1].result()
+        waiting = following
+    if waiting is not None:
+        yield waiting[0], waiting[1].result()

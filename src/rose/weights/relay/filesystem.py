@@ -1,0 +1,213 @@
+"""A relay on a folder: a disk or tmpfs of this machine, or one that all nodes mount. The default.
+
+A value is written under a temporary name, flushed to the disk, and then linked to its own name. The link is what
+makes it appear whole, and what refuses to overwrite, in one step of the file system. Temporary files stay locked
+while their writer lives, so those of a dead writer are recognised and removed when the folder is opened again.
+
+Reads are maps of the file: nothing is copied before it is used, and a value deleted meanwhile stays readable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rose.errors import ConfigError, RequestRefused, Unavailable
+from rose.weights.relay.base import (
+    Buffer,
+    Chunks,
+    Entry,
+    KeyExists,
+    KeyMissing,
+    RelayFull,
+    check_key,
+    check_prefix,
+    check_range,
+)
+
+# No key has a segment that begins with a dot, so this folder is never taken for values.
+TEMPORARY = ".writing"
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class FilesystemRelay:
+    """Values as files below one folder. `durable` waits for the disk, so that a value survives a power cut."""
+
+    def __init__(self, folder: Path | str, *, durable: bool = True) -> None:
+        self.folder = Path(folder)
+        self._durable = durable
+        self._temporary = self.folder / TEMPORARY
+        try:
+            self._temporary.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+        except OSError as error:
+            raise ConfigError(
+                f"the relay's folder {self.folder} cannot be used: {error.strerror}",
+                hint="name a folder that this user may create and write",
+            ) from error
+
+    def put_new(self, key: str, chunks: Chunks) -> int:
+        path = self._path(key)
+        if path.exists():
+            raise KeyExists(key)
+        temporary = self._temporary / uuid.uuid4().hex
+        try:
+            size = self._write(key, temporary, chunks)
+            with _told(key):
+                self._publish(key, temporary, path)
+            return size
+        finally:
+            with _told(key):
+                temporary.unlink(missing_ok=True)
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
+        with _told(key):
+            try:
+                file = os.open(self._path(key), os.O_RDONLY)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise KeyMissing(key) from error
+            try:
+                status = os.fstat(file)
+                if not stat.S_ISREG(status.st_mode):
+                    raise KeyMissing(key)
+                size = status.st_size
+                start, stop = check_range(key, start, stop, size)
+                if start == stop:
+                    return b""
+                return _mapped(file, start, stop)
+            finally:
+                os.close(file)
+
+    def list(self, prefix: str = "") -> Sequence[Entry]:
+        prefix = check_prefix(prefix)
+        with _told(prefix or "all keys"):
+            return sorted(self._walk(self.folder / prefix, prefix))
+
+    def delete(self, key: str) -> bool:
+        path = self._path(key)
+        with _told(key):
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return False
+        self._prune(path.parent)
+        return True
+
+    def close(self) -> None:
+        """Nothing is held open between calls."""
+
+    def _path(self, key: str) -> Path:
+        return self.folder / check_key(key)
+
+    def _write(self, key: str, temporary: Path, chunks: Chunks) -> int:
+        size = 0
+        with _told(key):
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            with _told(key):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until closed: see _sweep
+            for chunk in chunks:
+                with _told(key):
+                    size += _write_all(file, chunk)
+            with _told(key):
+                if self._durable:
+                    os.fsync(file)
+        finally:
+            os.close(file)
+        return size
+
+    def _publish(self, key: str, temporary: Path, path: Path) -> None:
+        while True:
+            _make_folder(key, path.parent)
+            try:
+                os.link(temporary, path)
+                break
+            except FileExistsError as error:
+                raise KeyExists(key) from error
+            except FileNotFoundError:
+                # A delete pruned the folder between the two calls, or somebody removed the temporary file.
+                if not temporary.exists():
+                    raise Unavailable(f"`{key}` was removed from the relay's folder while it was written") from None
+        if self._durable:
+            _sync_folder(path.parent)
+
+    def _walk(self, folder: Path, prefix: str) -> Iterator[Entry]:
+        try:
+            entries = list(os.scandir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            key = f"{prefix}/{entry.name}" if prefix else entry.name
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(Path(entry.path), key)
+            else:
+                with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+                    yield Entry(key, entry.stat(follow_symlinks=False).st_size)
+
+    def _prune(self, folder: Path) -> None:
+        """Remove folders that the last delete left empty."""
+        while folder != self.folder:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+            folder = folder.parent
+
+    def _sweep(self) -> None:
+        """Remove what dead writers left. A living writer holds the lock of its file."""
+        for path in self._temporary.iterdir():
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+
+
+def _mapped(file: int, start: int, stop: int) -> memoryview:
+    """A range of a file as memory, its pages fetched at once: whoever asks for a range reads all of it."""
+    skip = start % mmap.ALLOCATIONGRANULARITY
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    mapped = mmap.mmap(file, stop - start + skip, flags, mmap.PROT_READ, offset=start - skip)
+    return memoryview(mapped)[skip:]
+
+
+def _write_all(file: int, chunk: Buffer) -> int:
+    view = memoryview(chunk).cast("B")
+    done = 0
+    while done < len(view):
+        done += os.write(file, view[done:])
+    return done
+
+
+def _make_folder(key: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise RequestRefused(f"`{key}` lies below another key; a key is never also a folder") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _told(key: str) -> Iterator[None]:
+    """Around what touches the file system, and only that: an error of the caller's chunks is not ours to translate."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            hint = "free space there, or let the trainer keep fewer versions"
+            raise RelayFull(f"no room for `{key}` in the relay's folder: {error.strerror}", hint=hint) from error
+        raise Unavailable(f"the relay's folder failed at `{key}`: {error.strerror or error}") from error

@@ -7,7 +7,7 @@
           taken; and for some seconds after a queue took a quarter of what a typical prompt leaves of the TTFT budget,
           only as `idle`.
 `paper`   while every known request and the next typical one keep any slack at all; whole steps or none.
-`alternate`, `fcfs`  no admission at all, to compare with: a step each in turn; the side whose oldest request came first.
+`alternate`, `fcfs`  no admission, to compare with: a step each in turn; the side whose oldest request came first.
 
 Time is turned into a step by the rollout model's upper estimate: all sequences that decode and as many prompt tokens as
 fit, or, if not even those fit, fewer sequences. While serving has work, a smaller step must be nearly as efficient as

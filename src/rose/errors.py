@@ -9,8 +9,9 @@
     ├── Unavailable      the world failed: a process, a peer, a disk; carries retry_after_s
     └── JournalCorrupt   a journal line that cannot be read back
 
-Parts that have more to tell apart derive their own: `weights` has KeyExists, KeyMissing, RangeRefused, WeightsRefused and
-Fenced under RequestRefused, RelayFull under Unavailable, LayoutError under ConfigError, and CodecError.
+Parts that have more to tell apart derive their own: `weights` has KeyExists, KeyMissing, RangeRefused,
+WeightsRefused and Fenced under RequestRefused, RelayFull under Unavailable, LayoutError under ConfigError, and
+CodecError.
 
 Bugs are `assert`, left on in production. The CLI prints `str(error)` without a traceback and exits with `exit_code`.
 """

@@ -16,7 +16,7 @@ SYSTEM_PACKAGES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 .PHONY: help run test test-all soak bench check format venv venv-relays venv-vllm system-packages clean
 
 help:
-	@echo "make run        start a device on a small model and watch it answer"
+	@echo "make run        a small model learns a game, with rollouts on a device that serves users"
 	@echo "make test       the tests, a few minutes"
 	@echo "make test-all   the slow tests too: heavy extras, chaos"
 	@echo "make check      lint, format and types"
@@ -28,7 +28,7 @@ help:
 	@echo "make clean      remove environments, caches and runs"
 
 run: venv
-	@$(BIN)/rose demo
+	@$(BIN)/rose run
 
 test: venv
 	$(BIN)/python -m pytest -m "not slow"

@@ -39,6 +39,8 @@ DEPENDENCIES = {
     "prometheus-client": True,
     "pyyaml": True,
     "torch": False,
+    "gymnasium": False,
+    "xxhash": False,
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

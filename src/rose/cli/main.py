@@ -17,10 +17,13 @@ from rose import __version__
 from rose.errors import ConfigError, RoseError
 
 COMMANDS = {
+    "run": "train a model by reinforcement learning, with rollouts on a device that serves users meanwhile",
     "demo": "start a device on a small random model and watch it answer",
     "serve": "serve a model over HTTP with an OpenAI-compatible interface, and lend its slack to rollouts",
     "lend": "the owner's controls of a lent device: status, pause, resume, drain, dry-run, limits",
     "gateway": "one door for agents, environments and trainers, with all rollout workers behind it",
+    "weights": "look into a relay: list, show, verify and compare weight versions, and clean up",
+    "relay": "start a relay between a trainer and its rollout workers",
     "load": "send open-loop load from a trace or a generator, and report latencies against a budget",
     "model": "make and inspect model folders",
     "doctor": "say what this machine can run, and how to get what is missing",
@@ -88,6 +91,6 @@ def _help() -> str:
             "commands:",
             *lines,
             "",
-            "`rose COMMAND --help` explains one of them. New here? Type `rose demo`.",
+            "`rose COMMAND --help` explains one of them. New here? Type `rose run`.",
         ]
     )

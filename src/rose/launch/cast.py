@@ -1,0 +1,100 @@
+"""The cast of a run on this machine: which processes there are, and how each is started.
+
+    gateway      the door that environments play through
+    borrowed     serves users under traffic, and lends what it does not need to the rollout model
+    dedicated    runs rollouts and nothing else
+    traffic      the users
+
+Ports are free ones, tokens are made for this run and travel in the environment. The serving device has the same port
+for the whole run, so that its users find it again after a restart.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from rose.config.device import cores_of
+from rose.config.text import as_override
+from rose.front.tokens import OWNER_VARIABLE, ROLLOUT_VARIABLE
+from rose.launch.placement import CONTROL_NICENESS, SERVING_NICENESS, TRAINER_NICENESS, Placement
+from rose.launch.processes import URL, Command, roses
+from rose.launch.settings import RunSettings
+from rose.launch.traffic import TrafficPlan
+from rose.rollout.roles import VARIABLES
+
+GATEWAY, BORROWED, DEDICATED, TRAFFIC = "gateway", "borrowed", "dedicated", "traffic"
+WAIT_S = 600.0  # a turn waits for a worker as long as a job does; what never comes is found by the job's own patience
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    trainer: str
+    owner: str
+    variables: dict[str, str]
+
+
+def make_tokens() -> Tokens:
+    made = {variable: secrets.token_urlsafe(24) for variable in (*VARIABLES.values(), OWNER_VARIABLE, ROLLOUT_VARIABLE)}
+    return Tokens(made[VARIABLES["trainer"]], made[OWNER_VARIABLE], made)
+
+
+def gateway(model: Path, placement: Placement) -> Command:
+    arguments = roses("gateway", str(model), "--port", "0", "--wait-s", f"{WAIT_S:g}")
+    patterns = {"url": rf"ready at {URL}"}
+    return Command(GATEWAY, arguments, CONTROL_NICENESS, placement.others, patterns)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def borrowed(serving: Path, rollout: Path, settings: RunSettings, placement: Placement, gateway_url: str) -> Command:
+    """Its fronts keep off the engine's cores by themselves. It serves even when it is not borrowed."""
+    arguments = ["serve", str(serving), "--port", str(free_port()), "--device", placement.serving]
+    arguments += ["--kv-memory-mb", str(settings.serving.kv_memory_mb)]
+    arguments += ["--set", f"engine.max_context_tokens={settings.serving.max_context_tokens}"]
+    patterns = {"url": rf"ready at {URL}"}
+    if settings.serving.is_borrowed:
+        lend = [as_override(f"lend.{key}", value) for key, value in asdict(settings.serving.lend).items()]
+        arguments += ["--lend", str(rollout), "--rollout-port", "0", "--gateway", gateway_url]
+        arguments += ["--worker-name", BORROWED]
+        arguments += [word for override in lend for word in ("--set", override)]
+    return Command(BORROWED, roses(*arguments), SERVING_NICENESS, (), patterns, is_kept=True)
+
+
+def dedicated(rollout: Path, settings: RunSettings, placement: Placement, gateway_url: str) -> Command:
+    """Confined to its cores, front and all: the other ones are serving's."""
+    assert placement.worker is not None
+    arguments = ["serve", "--lend", str(rollout), "--rollout-port", "0", "--device", placement.worker]
+    arguments += ["--kv-memory-mb", str(settings.worker.kv_memory_mb), "--gateway", gateway_url]
+    arguments += ["--worker-name", DEDICATED, "--set", f"engine.max_sequences={settings.worker.max_sequences}"]
+    patterns = {"url": rf"ready at {URL}"}
+    return Command(DEDICATED, roses(*arguments), TRAINER_NICENESS, cores_of(placement.worker), patterns, is_kept=True)
+
+
+def traffic(settings: RunSettings, placement: Placement, url: str) -> Command:
+    lend = settings.serving.lend
+    plan = TrafficPlan(
+        url,
+        settings.traffic.source,
+        settings.seed,
+        settings.traffic.duration_s,
+        lend.ttft_ms / 1000,
+        lend.tpot_ms / 1000,
+    )
+    return Command(
+        TRAFFIC,
+        ("-m", "rose.launch.traffic"),
+        SERVING_NICENESS,
+        placement.others,
+        {"on": r"(traffic is on)"},
+        is_kept=True,
+        input=msgspec.json.encode(plan),
+    )

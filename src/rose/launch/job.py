@@ -1,0 +1,177 @@
+"""The synchronous loop of a run: play groups, learn from them, publish the weights, go on.
+
+A step begins when its first group is drawn and ends when the workers have the new weights. Evaluations, checkpoints and
+the switching of a comparison happen between steps and are not part of any. Where a turn is computed, and what became of
+the worker that had it before, this loop does not know; it waits until the gateway has the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rose.launch.folder import RunFolder
+from rose.launch.learning import CHANGES, Learner, shown
+from rose.launch.lending import Lending
+from rose.launch.progress import Screen, step_line
+from rose.launch.rollouts import Played, Rollouts
+from rose.launch.serving import ServingLog
+from rose.launch.settings import RunSettings
+from rose.launch.watching import PoolSample, PoolWatch
+from rose.rollout.client import GatewayClient
+
+PUBLISH_S_MAX = 60.0  # a worker that has not taken a version by then is left behind; it gets no turns until it has
+WITH_AND_WITHOUT = (True, False, False, True)
+
+
+@dataclass(slots=True)
+class Job:
+    """What the loop works with. `costs` tells the processor time by role so far."""
+
+    settings: RunSettings
+    folder: RunFolder
+    client: GatewayClient
+    learner: Learner
+    rollouts: Rollouts
+    pool: PoolWatch
+    lending: Lending | None
+    serving: ServingLog
+    screen: Screen
+    costs: Callable[[], dict[str, float]]
+    steps_s: list[float] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """To the last step. Raises what ends a run early."""
+        await self._evaluate(0)
+        await self._keep_costs("begin")
+        for step in range(1, self.settings.steps + 1):
+            await self._step(step)
+            if _is_due(step, self.settings.checkpoint.every_steps, self.settings.steps):
+                await self.learner.write_checkpoint(step)
+            if _is_due(step, self.settings.evaluation.every_steps, self.settings.steps):
+                await self._keep_costs("pause")
+                await self._evaluate(step)
+                await self._keep_costs("resume")
+        await self._keep_costs("end")
+
+    async def _step(self, step: int) -> None:
+        is_borrowed = await self._lend(step)
+        live = self.screen.live
+        live.step, live.phase = step, "rollouts"
+        before, costs_before = await self.pool.look(), self.costs()
+        began_s = time.monotonic()
+        played = await self.rollouts.play_step()
+        played_s, after = time.monotonic(), await self.pool.look()
+        live.phase = "learning"
+        report = await self.learner.learn(played.kept, played.counts)
+        learnt_s = time.monotonic()
+        live.phase = "publishing"
+        if report.verdict in CHANGES:
+            await self.publish(await self.learner.write_version())
+        ended_s = time.monotonic()
+        spent = {role: round(now - costs_before.get(role, 0.0), 3) for role, now in self.costs().items()}
+        line = {
+            "step": step,
+            "is_borrowed": is_borrowed,
+            "began_s": round(began_s, 4),
+            "rollout_s": round(played_s - began_s, 4),
+            "train_s": round(learnt_s - played_s, 4),
+            "publish_s": round(ended_s - learnt_s, 4),
+            "step_s": round(ended_s - began_s, 4),
+            "version": str(self.learner.version),
+            **_played(played),
+            "turns_by_pool": _difference(before, after),
+            "cpu_s": spent,
+            **{key: value for key, value in shown(report).items() if key not in ("step", "trajectories")},
+            "trained_trajectories": report.trajectories,
+        }
+        self._tell(line, played)
+
+    def _tell(self, line: dict[str, Any], played: Played) -> None:
+        self.folder.record("step", **line)
+        self.folder.record("balance", **asdict(self.rollouts.ledger.balance()))
+        self.steps_s.append(line["step_s"])
+        left_s = self._left_s(line["step"])
+        self.screen.live.left_s = left_s
+        self.screen.say(step_line(line, self.settings.steps, self.serving.attainment(), left_s))
+        for reason in sorted(set(played.failures))[:3]:
+            self.screen.say(f"  {played.failures.count(reason)} episodes were given up: {reason}")
+
+    async def publish(self, folder: Path) -> None:
+        """Until every worker that is there runs it."""
+        version = str(self.learner.version)
+        published = await self.client.publish(version, str(folder.resolve()), PUBLISH_S_MAX)
+        for name, why in published.behind.items():
+            self.folder.record("behind", at_s=time.monotonic(), worker=name, version=version, why=why)
+            self.screen.say(f"  worker {name} does not run version {version} yet: {why}")
+
+    async def _evaluate(self, step: int) -> None:
+        if not self.settings.evaluation.every_steps:
+            return
+        if self.lending is not None:
+            await self.lending.lend()
+        self.screen.live.phase = "evaluating"
+        began_s = time.monotonic()
+        rate = await self.rollouts.evaluate(self.settings.evaluation.episodes)
+        took_s = time.monotonic() - began_s
+        self.folder.record("evaluation", step=step, success_rate=rate, began_s=round(began_s, 4), took_s=took_s)
+        self.screen.say(f"held-out success after {step} steps: {rate:.1%} of {self.settings.evaluation.episodes} games")
+
+    async def _lend(self, step: int) -> bool:
+        """Whether this step has the borrowed device."""
+        if self.lending is None:
+            return False
+        is_wanted = not self.settings.compare or WITH_AND_WITHOUT[(step - 1) % len(WITH_AND_WITHOUT)]
+        if is_wanted:
+            return await self.lending.lend()
+        await self.lending.hold_back()
+        return False
+
+    async def _keep_costs(self, when: str) -> None:
+        """Processor time and turns so far, so that what lies between two of them can be told."""
+        await self.pool.look()
+        turns = self.pool.counts.get("ended", 0)
+        self.folder.record("costs", when=when, at_s=time.monotonic(), turns=turns, roles=self.costs())
+
+    def _left_s(self, step: int) -> float:
+        recent = sorted(self.steps_s[-8:])
+        usual_s = recent[len(recent) // 2]
+        return (self.settings.steps - step) * usual_s
+
+
+def _played(played: Played) -> dict[str, Any]:
+    counts = asdict(played.counts)
+    return {
+        "trajectories": played.trajectories,
+        "successes": played.successes,
+        "reward_mean": round(played.reward_sum / max(1, played.trajectories), 4),
+        "turns": played.turns,
+        "invalid_turns": played.invalid_turns,
+        "generated_tokens": played.generated_tokens,
+        "episodes_failed": len(played.failures),
+        "groups": counts,
+    }
+
+
+def _difference(before: PoolSample, after: PoolSample) -> dict[str, int]:
+    return {kind: after.turns[kind] - before.turns[kind] for kind in after.turns}
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    return bool(every) and (step % every == 0 or step == last)
+
+
+async def beside(work: asyncio.Task[None], *ends: asyncio.Future[Any]) -> None:
+    """The work to its end, unless one of these comes first; what they hold is raised."""
+    await asyncio.wait([work, *ends], return_when=asyncio.FIRST_COMPLETED)
+    if not work.done():
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        for end in ends:
+            if end.done():
+                raise end.result()
+    await work

@@ -1,0 +1,77 @@
+"""The books of trajectories: each that was begun comes back exactly once, or is written off.
+
+A trajectory is known by its id, which is made here and used everywhere: by the environment that plays it, by the
+gateway that keeps its tokens, by the batch that brings it to the trainer. Whatever dies in between, at the end of a
+step nothing may be missing and nothing may have come twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """begun = returned + written_off + open + lost. `lost` and `doubled` are never anything but faults."""
+
+    begun: int = 0
+    returned: int = 0
+    written_off: int = 0  # its environment kept failing, or its group was surplus
+    open: int = 0
+    lost: int = 0
+    doubled: int = 0
+    unknown: int = 0  # came back and was never begun
+    differing: int = 0  # came back with other tokens than were played
+
+
+class Ledger:
+    """One per run."""
+
+    def __init__(self) -> None:
+        self._open: set[str] = set()
+        self._returned: set[str] = set()
+        self._written_off: set[str] = set()
+        self._begun = self._lost = self._doubled = self._unknown = self._differing = 0
+
+    def begin(self, trajectory_id: str) -> None:
+        assert trajectory_id not in self._open | self._returned | self._written_off, f"{trajectory_id} was begun before"
+        self._open.add(trajectory_id)
+        self._begun += 1
+
+    def returned(self, trajectory_id: str, *, is_same: bool = True) -> bool:
+        """It came back with a batch; whether it may be used."""
+        if trajectory_id in self._returned:
+            self._doubled += 1
+            return False
+        if trajectory_id not in self._open:
+            self._unknown += 1
+            return False
+        self._open.discard(trajectory_id)
+        self._returned.add(trajectory_id)
+        self._differing += not is_same
+        return is_same
+
+    def write_off(self, trajectory_id: str) -> None:
+        if trajectory_id in self._open:
+            self._open.discard(trajectory_id)
+            self._written_off.add(trajectory_id)
+
+    def close_step(self, still_open: Iterable[str] = ()) -> Balance:
+        """All that is open but not named here will never come: it is lost."""
+        missing = self._open - set(still_open)
+        self._open -= missing
+        self._lost += len(missing)
+        return self.balance()
+
+    def balance(self) -> Balance:
+        return Balance(
+            self._begun,
+            len(self._returned),
+            len(self._written_off),
+            len(self._open),
+            self._lost,
+            self._doubled,
+            self._unknown,
+            self._differing,
+        )

@@ -1,0 +1,87 @@
+"""The owner's hand on the borrowed device: lend it, or hold it back for a while.
+
+For a comparison the device is held back in every other pair of steps. It serves its users all the same, and takes new
+weights as before, so that both kinds of steps differ in nothing but who plays.
+
+A device whose users need all of it stops lending by itself (its circuit breaker) and keeps the turns it has. A step
+would wait for them for a minute and longer. So a device on which nothing ends any more is given a rest: its turns go
+on elsewhere, and it is asked again when the minute is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Literal
+
+import aiohttp
+
+from rose.errors import Unavailable
+
+SETTLE_S = 5.5  # the gateway leaves a worker that refused a turn alone for up to five seconds
+PATIENCE_S = 30.0
+STALL_S = 6.0  # many times what a turn takes
+REST_S = 60.0  # as long as the device's own breaker rests at first
+
+
+class Stall:
+    """Tells when the borrowed device has turns and ends none of them."""
+
+    def __init__(self) -> None:
+        self._ended, self._since_s = -1, 0.0
+
+    def observe(self, ended: int, running: int, now_s: float) -> bool:
+        if ended != self._ended or not running:
+            self._ended, self._since_s = ended, now_s
+        return now_s - self._since_s > STALL_S
+
+
+class Lending:
+    """One per lent device. Asking twice for the same changes nothing."""
+
+    def __init__(self, url: str, owner_token: str) -> None:
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {owner_token}"}
+        self._state: Literal["lent", "held_back"] = "lent"
+        self._rests_until_s = 0.0
+
+    async def lend(self) -> bool:
+        """Whether it is lent now; a device at rest is not."""
+        if time.monotonic() < self._rests_until_s:
+            return False
+        if self._state == "held_back":
+            await self._ask("POST", "/resume")
+            self._state = "lent"
+            await asyncio.sleep(SETTLE_S)
+        return True
+
+    async def rest(self) -> str:
+        """Why the device does not lend, in its own words."""
+        self._rests_until_s = time.monotonic() + REST_S
+        why = str((await self._ask("GET", "")).get("why", ""))
+        await self.hold_back()
+        return why
+
+    async def hold_back(self) -> None:
+        if self._state == "lent":
+            await self._ask("POST", "/drain")
+            self._state = "held_back"
+
+    def restarted(self) -> None:
+        """A device that was restarted lends."""
+        self._state = "lent"
+
+    async def _ask(self, method: str, action: str) -> dict[str, Any]:
+        """The device's status, after doing what was asked."""
+        url = f"{self._url}/rose/lending{action}"
+        try:
+            async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession(headers=self._headers) as session:
+                async with session.request(method, url) as reply:
+                    if reply.status == 200:
+                        found: dict[str, Any] = await reply.json()
+                        return found
+                    why = f"{reply.status}: {(await reply.read())[:200].decode(errors='replace')}"
+        except (aiohttp.ClientError, TimeoutError) as error:
+            why = str(error) or type(error).__name__
+        what = f"the borrowed device does not answer its owner ({method} {url}): {why}"
+        raise Unavailable(what, hint="see borrowed.log in the run's logs")

@@ -1,0 +1,253 @@
+"""The processes of a run: started, watched, started again when they die, and ended together.
+
+Each has a session of its own, so that Ctrl-C reaches the run only, which then ends them in good order; and each dies
+with the run, however that ends (see child.py). They are started from a thread that is kept for this: it keeps the
+priority and the cores that the run itself has given up, and the kernel ties a child's life to the thread that made it.
+
+What a process says goes to its log in the run folder. One that is *kept* is started again when it dies, unless it died
+too often within a short time; the death of any other ends the run, with its last words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rose.errors import Unavailable
+
+START_S_MAX = 180.0  # a first start compiles the kernels; later ones find them in the cache
+POLITE_S_MAX, STOP_S_MAX = 1.0, 10.0
+DEATHS_MAX, DEATHS_WITHIN_S = 5, 120.0
+PAUSE_S = 0.5
+TAIL_CHARACTERS = 1500
+URL = r"(http://[^\s/]+)"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How a process is started. It is ready when every pattern was found in what it says; each finds one word."""
+
+    role: str
+    arguments: tuple[str, ...]
+    niceness: int = 0
+    cores: tuple[int, ...] = ()
+    patterns: dict[str, str] = field(default_factory=dict)
+    is_kept: bool = False
+    input: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A process that ended by itself."""
+
+    role: str
+    code: int
+    is_restarted: bool
+
+
+Heard = Callable[[bytes], None]
+
+
+class Running:
+    """One process. `words` holds what its patterns found."""
+
+    def __init__(self, command: Command, process: subprocess.Popen[bytes], log: Path, heard: Heard | None) -> None:
+        self.command, self.process, self.log = command, process, log
+        self.words: dict[str, str] = {}
+        self.began_s = time.monotonic()
+        self.ended = asyncio.get_running_loop().create_future()
+        self._heard, self._rest = heard, b""
+        self._news = asyncio.Event()
+        self._file = log.open("ab", buffering=0)
+        self._watch_end()
+        self._watch_words()
+
+    @property
+    def process_id(self) -> int:
+        return self.process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        return self.words.keys() >= self.command.patterns.keys()
+
+    async def until_ready(self) -> None:
+        """Raises Unavailable with its last words if it ends or takes too long."""
+        deadline_s = self.began_s + START_S_MAX
+        while not self.is_ready:
+            self._news.clear()
+            if self.ended.done():
+                raise Unavailable(f"{self.command.role} stopped while starting:\n{self.tail()}", hint="rose doctor")
+            if time.monotonic() > deadline_s:
+                what = f"{self.command.role} was not ready within {START_S_MAX:.0f} s:\n{self.tail()}"
+                raise Unavailable(what, hint="rose doctor")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), 1.0)
+
+    async def stop(self) -> None:
+        """Politely, once more without waiting for what it does, then not; it and all it has started are gone then."""
+        for patience_s in (POLITE_S_MAX, STOP_S_MAX):
+            if not self.ended.done():
+                self.process.send_signal(signal.SIGTERM)
+                await asyncio.wait([self.ended], timeout=patience_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await self.ended
+
+    def tail(self) -> str:
+        try:
+            return self.log.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS:].strip()
+        except OSError:
+            return "(it said nothing)"
+
+    def _watch_end(self) -> None:
+        loop = asyncio.get_running_loop()
+        descriptor = os.pidfd_open(self.process.pid)
+
+        def gone() -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            self._read_words()
+            self.ended.set_result(self.process.wait())
+            self._news.set()
+
+        loop.add_reader(descriptor, gone)
+
+    def _watch_words(self) -> None:
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        asyncio.get_running_loop().add_reader(self.process.stdout.fileno(), self._read_words)
+
+    def _read_words(self) -> None:
+        pipe = self.process.stdout
+        if pipe is None or pipe.closed:
+            return
+        try:
+            while data := os.read(pipe.fileno(), 1 << 16):
+                self._take(data)
+        except BlockingIOError:
+            return
+        asyncio.get_running_loop().remove_reader(pipe.fileno())
+        pipe.close()
+        self._file.close()
+
+    def _take(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if self._heard is not None and line.startswith(b"{"):
+                self._heard(line)
+                continue
+            with contextlib.suppress(OSError):  # a full disk is no reason to lose the process
+                self._file.write(line + b"\n")
+            for name, pattern in self.command.patterns.items():
+                if found := re.search(pattern, line.decode(errors="replace")):
+                    self.words[name] = found[1]
+                    self._news.set()
+
+
+class Processes:
+    """All of a run's. `on_death` hears of every one that ends by itself."""
+
+    def __init__(self, logs: Path, variables: dict[str, str], on_death: Callable[[Died], None]) -> None:
+        self.failed: asyncio.Future[Unavailable] = asyncio.get_running_loop().create_future()
+        self._logs, self._variables, self._on_death = logs, variables, on_death
+        self._starter = ThreadPoolExecutor(1, "starter")
+        self._running: dict[str, Running] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        logs.mkdir(parents=True, exist_ok=True)
+
+    async def prepare(self) -> None:
+        """Make the thread that starts processes, before this one changes its own priority and cores."""
+        await asyncio.get_running_loop().run_in_executor(self._starter, lambda: None)
+
+    async def start(self, command: Command, heard: Heard | None = None) -> Running:
+        """Until it is ready."""
+        running = await self._launch(command, heard)
+        await running.until_ready()
+        self._keepers.append(asyncio.create_task(self._keep(command, heard)))
+        return running
+
+    def get(self, role: str) -> Running | None:
+        """The process that has this role now."""
+        return self._running.get(role)
+
+    def process_ids(self) -> dict[str, int]:
+        return {role: running.process_id for role, running in self._running.items() if not running.ended.done()}
+
+    async def close(self) -> None:
+        """All of them at once; a second call does nothing."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*(running.stop() for running in self._running.values()))
+        self._running.clear()
+        self._starter.shutdown()
+
+    async def _launch(self, command: Command, heard: Heard | None) -> Running:
+        cores = ",".join(map(str, command.cores))
+        prefix = [sys.executable, "-m", "rose.launch.child", str(os.getpid()), str(command.niceness), cores]
+
+        def popen() -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(
+                [*prefix, sys.executable, *command.arguments],
+                stdin=subprocess.PIPE if command.input is not None else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self._variables,
+                start_new_session=True,
+            )
+            if command.input is not None:
+                assert process.stdin is not None
+                with contextlib.suppress(OSError), process.stdin as pipe:
+                    pipe.write(command.input)
+            return process
+
+        started = asyncio.get_running_loop().run_in_executor(self._starter, popen)
+        try:
+            process = await asyncio.shield(started)
+        except asyncio.CancelledError:  # no process may be started and then known to nobody
+            process = await started
+            self._running[command.role] = Running(command, process, self._log(command), heard)
+            raise
+        self._running[command.role] = found = Running(command, process, self._log(command), heard)
+        return found
+
+    def _log(self, command: Command) -> Path:
+        return self._logs / f"{command.role}.log"
+
+    async def _keep(self, command: Command, heard: Heard | None) -> None:
+        deaths: list[float] = []
+        while True:
+            running = self._running[command.role]
+            code = await asyncio.shield(running.ended)
+            now_s = time.monotonic()
+            deaths = [at_s for at_s in deaths if now_s - at_s < DEATHS_WITHIN_S] + [now_s]
+            is_restarted = command.is_kept and len(deaths) < DEATHS_MAX
+            self._on_death(Died(command.role, code, is_restarted))
+            if not is_restarted:
+                self._fail(running, code, len(deaths))
+                return
+            await asyncio.sleep(PAUSE_S * len(deaths))
+            await self._launch(command, heard)
+
+    def _fail(self, running: Running, code: int, deaths: int) -> None:
+        if self.failed.done():
+            return
+        how = f"signal {-code}" if code < 0 else f"code {code}"
+        again = f" for the {deaths}th time within {DEATHS_WITHIN_S:.0f} s" if deaths >= DEATHS_MAX else ""
+        what = f"{running.command.role} ended with {how}{again}:\n{running.tail()}"
+        self.failed.set_result(Unavailable(what, hint=f"see {running.log}"))
+
+
+def roses(*arguments: str) -> tuple[str, ...]:
+    """The command line of one of our own commands."""
+    return ("-m", "rose", *arguments)

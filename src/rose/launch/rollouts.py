@@ -1,0 +1,283 @@
+"""Plays a step's groups through the gateway, and takes the finished trajectories from it as any trainer would.
+
+Every member of a group is an episode of its own, and all of them run at once: where their turns are computed is the
+gateway's affair. When an episode ends its reward goes to the gateway and to the books of groups (core.groups), which
+say what becomes of its group and whether more are drawn. The tokens to train on come back in the gateway's batches and
+are compared with what was played here, id by id: a trajectory that is missing, comes twice or has changed is a fault
+that the run shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+from rose.core.groups import Draw, Drop, Groups, Keep, StepGroups
+from rose.core.trajectory import Trajectory
+from rose.envs.base import EnvironmentFailed, Guarded, Patience
+from rose.envs.play import ChatFrame, Episode, Generate, TurnSampling, play_again
+from rose.envs.registry import find_environment, make_environment
+from rose.errors import RequestRefused, Unavailable
+from rose.launch.ledger import Ledger
+from rose.launch.settings import RunSettings
+from rose.models.folder import ModelFolder
+from rose.rollout.client import GatewayClient
+from rose.rollout.trainer_routes import BeginBody, FinishBody
+from rose.train.local import HELD_OUT_SEEDS, TRAINING_SEEDS
+
+Journalled = Callable[[object, list[object]], None]
+MAPS_PER_SEED = 1 << 20
+"""So many maps belong to one seed of a run: runs of other seeds play on other maps."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberEnded:
+    """A fact for the journal: how one trajectory ended. A lost one has no reward."""
+
+    trajectory_id: str
+    group: int
+    member: int
+    reward: float
+    is_success: bool
+    turns: int
+    is_lost: bool = False
+
+
+@dataclass(slots=True)
+class Played:
+    """What one step's rollouts came to."""
+
+    kept: list[list[Trajectory]]
+    counts: StepGroups
+    trajectories: int = 0
+    successes: int = 0
+    reward_sum: float = 0.0
+    turns: int = 0
+    invalid_turns: int = 0
+    generated_tokens: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, trajectory: Trajectory) -> None:
+        self.trajectories += 1
+        self.successes += trajectory.is_success
+        self.reward_sum += trajectory.reward
+        self.turns += trajectory.turns
+        self.invalid_turns += trajectory.invalid_turns
+        self.generated_tokens += trajectory.generated_tokens
+
+
+class Rollouts:
+    """One per run. Steps and evaluations follow each other, never two at once."""
+
+    def __init__(
+        self, client: GatewayClient, model: ModelFolder, settings: RunSettings, run_name: str, journal: Journalled
+    ) -> None:
+        self.ledger = Ledger()
+        self.groups = Groups(settings.groups.rules())
+        self.under_way = 0
+        self.ended = 0
+        self.journal = journal
+        self._client, self._settings, self._name = client, settings, run_name
+        self._frame = ChatFrame(model.tokenizer, model.spec.eos_token_ids)
+        self._context_tokens = model.spec.max_context_tokens
+        self._entry = find_environment(settings.environment)
+        self._batch = 0
+        self._evaluations = 0
+
+    async def play_step(self) -> Played:
+        """Raises Unavailable, RequestRefused when the gateway cannot be played through."""
+        self.groups.begin_step()
+        step = _Step(self)
+        try:
+            await step.run()
+            await step.end()
+        finally:
+            await step.leave()
+        kept = [group for group in step.kept.values() if group]
+        step.played.kept, step.played.counts = kept, step.counts
+        return step.played
+
+    async def evaluate(self, episodes: int) -> float:
+        """The success rate over held-out maps; nothing of it is trained on or counted."""
+        self._evaluations += 1
+        first = HELD_OUT_SEEDS + self._settings.seed * MAPS_PER_SEED
+        names = (f"{self._name}/held-out-{self._evaluations}/{number}" for number in range(episodes))
+        found = [self._episode(name, "", first + number, number) for number, name in enumerate(names)]
+        played = await asyncio.gather(*(self._play_held_out(episode) for episode in found))
+        return sum(trajectory is not None and trajectory.is_success for trajectory in played) / episodes
+
+    # Episodes
+
+    def member_id(self, group: int, member: int) -> str:
+        return f"{self._name}/{group}/{member}"
+
+    def group_name(self, group: int) -> str:
+        return f"{self._name}/{group}"
+
+    async def play_member(self, group: int, member: int) -> Trajectory | str:
+        """The trajectory, or why its environment could not be played in. All members of a group play the same map."""
+        name = self.member_id(group, member)
+        episode = self._episode(name, self.group_name(group), self._map_seed(group), (group << 20) + member)
+        await self._begin(group, member)
+        try:
+            return await self._played(episode, self._client.trajectory(name))
+        except EnvironmentFailed as error:
+            return error.what
+
+    async def tell_end(self, group: int, member: int, outcome: Trajectory | str) -> None:
+        """The reward goes to the gateway; a member that is lost is told too, so that its group can be complete."""
+        if isinstance(outcome, str):
+            await self._begin(group, member)  # it may have been stopped before it could
+            body = FinishBody(is_lost=True)
+        else:
+            body = FinishBody(reward=outcome.reward, is_success=outcome.is_success, invalid_turns=outcome.invalid_turns)
+        await self._client.finish(self.member_id(group, member), body)
+
+    async def _begin(self, group: int, member: int) -> None:
+        body = BeginBody(
+            id=self.member_id(group, member),
+            group=self.group_name(group),
+            group_size=self._settings.groups.size,
+            task=self._settings.environment,
+            seed=self._map_seed(group),
+        )
+        await self._client.begin(body)
+
+    def _map_seed(self, group: int) -> int:
+        return TRAINING_SEEDS + self._settings.seed * MAPS_PER_SEED + group
+
+    async def _play_held_out(self, episode: Episode) -> Trajectory | None:
+        await self._client.begin(BeginBody(id=episode.trajectory_id, seed=episode.seed))
+        try:
+            return await self._played(episode, self._client.trajectory(episode.trajectory_id))
+        except EnvironmentFailed:
+            return None
+        finally:
+            await self._client.finish(episode.trajectory_id, FinishBody(is_lost=True))
+
+    async def _played(self, episode: Episode, generate: Generate) -> Trajectory:
+        patience = self._settings.patience
+        limits = Patience(patience.reset_s_max, patience.step_s_max)
+        environment = Guarded(lambda: make_environment(self._settings.environment), limits)
+        self.under_way += 1
+        try:
+            return await play_again(episode, environment, self._frame, generate, patience.tries_max)
+        finally:
+            self.under_way -= 1
+            self.ended += 1
+            environment.close()
+
+    def _episode(self, name: str, group: str, map_seed: int, dice: int) -> Episode:
+        sampling = TurnSampling(self._settings.train.temperature, self._entry.answer_tokens_max, seed=dice)
+        return Episode(name, group, map_seed, sampling, self._context_tokens)
+
+    # What comes back
+
+    async def take_batch(self, groups: int) -> list[Trajectory]:
+        """So many finished groups, as the gateway hands them out."""
+        batch = await self._client.next_batch(groups, self._batch)
+        self._batch = batch.batch
+        return [trajectory for group in batch.groups for trajectory in group.trajectories]
+
+
+class _Step:
+    """One step under way."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self.kept: dict[int, list[Trajectory]] = {}
+        self.counts = StepGroups()
+        self.played = Played([], self.counts)
+        self._rollouts, self._groups, self._ledger = rollouts, rollouts.groups, rollouts.ledger
+        self._tasks: dict[asyncio.Task[Trajectory | str], tuple[int, int]] = {}
+        self._tellers: set[asyncio.Task[None]] = set()
+        self._members: dict[str, Trajectory] = {}
+        self._wanted: dict[int, tuple[int, ...]] = {}
+        self._groups_due = 0  # that the gateway will hand out
+
+    async def run(self) -> None:
+        self._draw()
+        while not self._groups.is_complete:
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                self._ended(*self._tasks.pop(task), task.result())
+            self._draw()
+
+    async def end(self) -> None:
+        """Surplus members are stopped, every end is told, and what was finished is fetched."""
+        surplus, self.counts = self._groups.end_step()
+        self._rollouts.journal(self.counts, list(surplus))
+        stopped = list(self._tasks.values())
+        await self.leave()
+        for group, member in stopped:
+            self._tell(group, member, "surplus")
+        await _all(self._tellers)
+        await self._fetch()
+        self._ledger.close_step()
+
+    async def leave(self) -> None:
+        """Nothing of this step is under way any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    def _draw(self) -> None:
+        for draw in self._groups.to_draw():
+            self._rollouts.journal(draw, [])
+            self._groups_due += 1
+            for member in range(draw.size):
+                self._begin(draw, member)
+
+    def _begin(self, draw: Draw, member: int) -> None:
+        self._ledger.begin(self._rollouts.member_id(draw.group, member))
+        playing = self._rollouts.play_member(draw.group, member)
+        self._tasks[asyncio.create_task(playing)] = (draw.group, member)
+
+    def _ended(self, group: int, member: int, outcome: Trajectory | str) -> None:
+        self._tell(group, member, outcome)
+        if isinstance(outcome, str):
+            self.played.failures.append(outcome)
+            fate = self._groups.lost(group, member)
+        else:
+            self._members[outcome.trajectory_id] = outcome
+            self.played.add(outcome)
+            fate = self._groups.finished(group, member, outcome.reward)
+        self._rollouts.journal(_fact(self._rollouts.member_id(group, member), group, member, outcome), _listed(fate))
+        if isinstance(fate, Keep):
+            self._wanted[group] = fate.members
+
+    def _tell(self, group: int, member: int, outcome: Trajectory | str) -> None:
+        if isinstance(outcome, str):
+            self._ledger.write_off(self._rollouts.member_id(group, member))
+        task = asyncio.create_task(self._rollouts.tell_end(group, member, outcome))
+        self._tellers.add(task)
+
+    async def _fetch(self) -> None:
+        """Every group that was drawn comes back once, whatever became of it."""
+        by_id: dict[str, Trajectory] = {}
+        for trajectory in await self._rollouts.take_batch(self._groups_due):
+            mine = self._members.get(trajectory.trajectory_id)
+            is_same = mine is not None and mine.token_ids == trajectory.token_ids
+            if self._ledger.returned(trajectory.trajectory_id, is_same=is_same):
+                by_id[trajectory.trajectory_id] = trajectory
+        for group, members in self._wanted.items():
+            names = [self._rollouts.member_id(group, member) for member in members]
+            self.kept[group] = [by_id[name] for name in names if name in by_id]
+
+
+def _fact(name: str, group: int, member: int, outcome: Trajectory | str) -> MemberEnded:
+    if isinstance(outcome, str):
+        return MemberEnded(name, group, member, 0.0, False, 0, is_lost=True)
+    return MemberEnded(name, group, member, outcome.reward, outcome.is_success, outcome.turns)
+
+
+def _listed(fate: Keep | Drop | None) -> list[object]:
+    return [] if fate is None else [fate]
+
+
+async def _all(tasks: Iterable[Awaitable[None]]) -> None:
+    """Each must succeed; a trajectory that the gateway has forgotten is found by the ledger."""
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, RequestRefused):
+            raise result if isinstance(result, Unavailable) else Unavailable(f"a trajectory cannot be ended: {result}")

@@ -1,0 +1,185 @@
+"""Settings of `rose run`: what is learnt, by how many trajectories, on whose cores, beside which traffic.
+
+    steps: 20
+    environment: frozenlake
+    groups: {groups: 8, size: 8}
+    train: {learning_rate: 0.0003}
+    traffic: {source: "gamma:rate=2,cv=2"}
+
+A *profile* is a set of other defaults. `default` is a job of minutes that learns to cross a frozen lake. In
+`rollout-heavy` rollouts take most of a step, as they do in jobs with large models: turns are a short plan of forty
+tokens and more, groups are large, and only the members of a group whose rewards differ most are trained on.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rose.config import text
+from rose.config.device import DEVICE_PATTERN, LendSettings
+from rose.config.load import load_settings
+from rose.config.schema import setting
+from rose.core.groups import GroupRules
+from rose.envs.registry import find_environment
+from rose.errors import ConfigError
+from rose.load.generators import generated
+from rose.models.presets import find_preset
+from rose.train.settings import TrainSettings
+
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+COMPARED_STEPS = 4  # one round of with, without, without, with
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    groups: int = setting(8, "groups a step trains on", minimum=1, maximum=4096)
+    size: int = setting(8, "trajectories of one group", minimum=2, maximum=4096)
+    train_size: int = setting(0, "members of a group that are trained on; 0 takes all", minimum=0, maximum=4096)
+    dynamic_sampling: bool = setting(True, "drop groups in which all went alike, and draw others")
+    draws_max: int = setting(32, "most groups drawn in one step", minimum=1, maximum=1 << 20)
+    draw_ahead: float = setting(1.0, "groups under way per group still missing", minimum=1, maximum=16)
+
+    def rules(self) -> GroupRules:
+        return GroupRules(
+            self.groups, self.size, self.train_size, self.dynamic_sampling, self.draws_max, self.draw_ahead
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServingSettings:
+    """The device that serves users and lends what it does not need."""
+
+    is_borrowed: bool = setting(True, "whether the serving device lends itself to this job")
+    preset: str = setting("qwen3-3m", "preset of the serving model")
+    device: str | None = setting(None, "its cores; null takes the first", pattern=DEVICE_PATTERN, example="cpu:0")
+    kv_memory_mb: int = setting(256, "memory for keys and values of both models, in MiB", minimum=8, maximum=1 << 20)
+    max_context_tokens: int = setting(
+        2048, "longest request of a user; lengths of the traffic are scaled to it", minimum=64, maximum=1 << 20
+    )
+    lend: LendSettings = field(default_factory=LendSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficSettings:
+    """What users ask of the serving device, with lengths as in the Azure conversation trace."""
+
+    source: str = setting("gamma:rate=2,cv=2", "arrivals: a generator of `rose load`")
+    duration_s: float = setting(7200.0, "traffic is drawn for this long; a run that takes longer begins it again",
+                                minimum=10, maximum=1e6)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """The dedicated rollout worker, beside the trainer."""
+
+    is_used: bool = setting(True, "whether there is a dedicated worker")
+    device: str | None = setting(None, "its cores; null takes the second", pattern=DEVICE_PATTERN, example="cpu:1")
+    kv_memory_mb: int = setting(256, "memory for keys and values, in MiB", minimum=8, maximum=1 << 20)
+    max_sequences: int = setting(64, "most turns that run together", minimum=1, maximum=4096)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSettings:
+    every_steps: int = setting(5, "steps between two evaluations; 0 evaluates never", minimum=0)
+    episodes: int = setting(200, "held-out episodes of one evaluation", minimum=1, maximum=100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSettings:
+    every_steps: int = setting(5, "steps between two checkpoints; 0 writes none", minimum=0)
+    keep: int = setting(2, "checkpoints that stay", minimum=1, maximum=1000)
+    keep_versions: int = setting(3, "published versions of the weights that stay", minimum=1, maximum=1000)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSettings:
+    reset_s_max: float = setting(60.0, "longest a reset may take", minimum=0.01)
+    step_s_max: float = setting(30.0, "longest a step may take", minimum=0.01)
+    tries_max: int = setting(3, "how often a failed episode is played anew", minimum=1, maximum=100)
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    profile: Literal["default", "rollout-heavy"] = setting("default", "which set of defaults: default, rollout-heavy")
+    name: str | None = setting(None, "name of the run; null makes one", pattern=NAME_PATTERN, example="first-try")
+    runs: str = setting("runs", "folder that holds the runs")
+    steps: int = setting(20, "steps of learning", minimum=1, maximum=1_000_000)
+    environment: str = setting("frozenlake", "what is played")
+    rollout_model: str | None = setting(None, "folder of the model to train; null makes a warm start")
+    seed: int = setting(0, "of maps and traffic", minimum=0, maximum=(1 << 19) - 1)
+    compare: bool = setting(False, "alternate steps with and without the borrowed device")
+    groups: GroupSettings = field(default_factory=GroupSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    serving: ServingSettings = field(default_factory=ServingSettings)
+    traffic: TrafficSettings = field(default_factory=TrafficSettings)
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    patience: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutHeavySettings(RunSettings):
+    profile: Literal["default", "rollout-heavy"] = setting("rollout-heavy", "which set of defaults")
+    steps: int = setting(8, "steps of learning", minimum=1, maximum=1_000_000)
+    environment: str = setting("frozenlake-plan", "what is played")
+    groups: GroupSettings = field(default_factory=lambda: GroupSettings(groups=4, size=64, train_size=8, draws_max=8))
+    evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(every_steps=0))
+
+
+PROFILES: dict[str, type[RunSettings]] = {"default": RunSettings, "rollout-heavy": RolloutHeavySettings}
+
+
+def load_run_settings(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunSettings:
+    """The profile's defaults, then the file, then the overrides; all of it checked. Raises ConfigError."""
+    settings = load_settings(PROFILES[_profile(path, overrides)], path, overrides)
+    check_run(settings)
+    return settings
+
+
+def check_run(settings: RunSettings) -> None:
+    """Names that exist, and values that go together."""
+    find_environment(settings.environment)
+    find_preset(settings.serving.preset)
+    generated(settings.traffic.source, seed=0, duration_s=1.0)
+    groups = settings.groups
+    if groups.train_size > groups.size:
+        _refuse(f"groups.train_size is {groups.train_size}, but a group has only {groups.size} members", "groups.size")
+    if groups.train_size == 1:
+        _refuse("groups.train_size is 1, and one trajectory has nothing to be compared with", "groups.train_size")
+    if groups.draws_max < groups.groups:
+        what = f"groups.draws_max is {groups.draws_max}, but a step needs {groups.groups} groups"
+        _refuse(what, "groups.draws_max")
+    if not settings.serving.is_borrowed and not settings.worker.is_used:
+        _refuse("no device is borrowed and there is no dedicated worker: nobody would play", "worker.is_used")
+    if settings.compare and not (settings.serving.is_borrowed and settings.worker.is_used):
+        what = "a comparison is between a dedicated worker alone and the same with a borrowed device; both are needed"
+        _refuse(what, "worker.is_used=true and serving.is_borrowed=true")
+    if settings.compare and settings.steps % COMPARED_STEPS:
+        what = f"a comparison takes steps by fours (with, without, without, with), not {settings.steps}"
+        _refuse(what, f"steps={-(-settings.steps // COMPARED_STEPS) * COMPARED_STEPS}")
+
+
+def _refuse(what: str, key: str) -> None:
+    raise ConfigError(what, hint=f"change {key}")
+
+
+def _profile(path: str | Path | None, overrides: Sequence[str]) -> str:
+    """Which profile is named, by the last one to say so."""
+    found: object = "default"
+    tree = text.read_file(Path(path)) if path is not None else None
+    if isinstance(tree, dict) and "profile" in tree:
+        found = tree["profile"]
+    for override in overrides:
+        keys, value = text.parse_override(override)
+        if keys == ["profile"]:
+            found = value
+    if found not in PROFILES:
+        near = difflib.get_close_matches(str(found), PROFILES, n=1, cutoff=0.3)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PROFILES)}"
+        raise ConfigError(f"there is no profile {found!r}", hint=hint)
+    return str(found)

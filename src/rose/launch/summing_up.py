@@ -1,0 +1,63 @@
+"""The end of a run: reads what it wrote, and makes of it a summary, a report, and a few words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rose.config.load import RESOLVED_NAME
+from rose.launch.figures import summary_of
+from rose.launch.folder import RunFolder
+from rose.launch.report import html_report
+
+
+def sum_up(folder: RunFolder) -> Iterator[str]:
+    """Writes summary.json and report.html; yields what to tell people."""
+    lines, served = read_lines(folder.path / "metrics.jsonl"), read_lines(folder.path / "serving.jsonl")
+    summary = {"name": folder.name, **summary_of(lines, served)}
+    folder.write("summary.json", json.dumps(summary, indent=1) + "\n")
+    settings = (folder.path / RESOLVED_NAME).read_text(encoding="utf-8")
+    report = folder.write("report.html", html_report(summary, lines, served, settings))
+    yield from words_of(summary)
+    yield f"report: {report}"
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """A file of JSON lines; one that is torn at the end is read up to there."""
+    found = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            found.append(msgspec.json.decode(line))
+        except msgspec.DecodeError:
+            continue
+    return found
+
+
+def words_of(summary: dict[str, Any]) -> Iterator[str]:
+    if not summary["steps"]:
+        yield "no step was finished"
+        return
+    before, after = summary["success_before"], summary["success_after"]
+    if before is not None and after is not None:
+        yield f"held-out success: {before:.1%} before, {after:.1%} after {summary['steps']} steps"
+    by_pool = summary["turns_by_pool"]
+    share = by_pool["borrowed"] / max(1, sum(by_pool.values()))
+    counts = f"{summary['trajectories']:,} trajectories, {summary['turns']:,} turns"
+    yield f"rollouts: {counts}, {share:.0%} of them borrowed"
+    if summary["serving_attainment"] is not None:
+        words = f"serving: {summary['serving_attainment']:.2%} of requests in budget during rollouts"
+        if summary["serving_attainment_alone"] is not None:
+            words += f", {summary['serving_attainment_alone']:.2%} without them"
+        yield words
+    if summary["throughput_ratio"] is not None:
+        low, high = summary["throughput_ratio_low"], summary["throughput_ratio_high"]
+        interval = f" ({low:.2f} to {high:.2f})" if low is not None else ""
+        yield (
+            f"with the borrowed device: rollouts x {summary['rollout_speedup']:.2f}, "
+            f"whole steps x {summary['throughput_ratio']:.2f}{interval}"
+        )
+    yield f"trajectories lost: {summary['lost']}, counted twice: {summary['doubled']}"

@@ -1,0 +1,123 @@
+"""Looks at the pool and at the processes about once a second, so that a run can say who did what, and what it cost.
+
+Turns are counted by the kind of worker that ended them. A worker that was restarted counts from 0 again; what it had
+before is not forgotten here. The kernel counts the processor time of every process; an agent lives in the front of its
+device, so on a lent device the rollouts' front is the agent, and on a dedicated one the only front is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rose.errors import RoseError
+from rose.launch.cast import BORROWED, DEDICATED, GATEWAY, TRAFFIC
+from rose.rollout.client import GatewayClient
+
+EVERY_S = 1.0
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+ROLLOUT_FRONT = "rose.front.rollouts"
+ENGINE_ROLE = {BORROWED: "engine_borrowed", DEDICATED: "engine_dedicated"}
+FRONT_ROLE = {BORROWED: "serving_front", DEDICATED: "agent_dedicated", GATEWAY: "gateway", TRAFFIC: "traffic"}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSample:
+    """At one moment: turns ended so far and turns under way, by the kind of worker."""
+
+    at_s: float
+    turns: Mapping[str, int]
+    running: Mapping[str, int]
+    version: str | None
+
+
+class TurnCount:
+    """Turns ended by each kind, over restarts of its workers."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+        self._totals: dict[str, int] = {"dedicated": 0, "borrowed": 0}
+
+    def observe(self, members: list[dict[str, Any]]) -> dict[str, int]:
+        for member in members:
+            name, ended = member["name"], member["turns_ended"]
+            before = self._last.get(name, 0)
+            self._totals[member["kind"]] += ended - before if ended >= before else ended
+            self._last[name] = ended
+        return dict(self._totals)
+
+
+@dataclass(slots=True)
+class PoolWatch:
+    """`look` whenever exact counts are wanted; `watch` does so by itself."""
+
+    client: GatewayClient
+    on_sample: Callable[[PoolSample], None]
+    turns: TurnCount = field(default_factory=TurnCount)
+    last: PoolSample | None = None
+    counts: dict[str, int] = field(default_factory=dict)  # of the gateway's scheduler
+
+    async def look(self) -> PoolSample:
+        shown = await self.client.pool()
+        running: dict[str, int] = {"dedicated": 0, "borrowed": 0}
+        for member in shown["members"]:
+            running[member["kind"]] += member["turns"]
+        self.counts = shown["counts"]
+        self.last = PoolSample(time.monotonic(), self.turns.observe(shown["members"]), running, shown["version"])
+        self.on_sample(self.last)
+        return self.last
+
+    async def watch(self) -> None:
+        while True:
+            with contextlib.suppress(RoseError):  # whoever plays through it will say so
+                await self.look()
+            await asyncio.sleep(EVERY_S)
+
+
+class ProcessorTime:
+    """Seconds of processor time by role, since the start; processes that died keep what they had."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], float] = {}
+
+    def observe(self, process_ids: Mapping[str, int]) -> dict[str, float]:
+        """Give it every process of the run by the role it was started in."""
+        for role, process_id in process_ids.items():
+            for member in family(process_id):
+                with contextlib.suppress(OSError):
+                    self._known[(member, _role(role, process_id, member))] = cpu_s(member)
+        totals: dict[str, float] = {}
+        for (_, role), seconds in self._known.items():
+            totals[role] = totals.get(role, 0.0) + seconds
+        return totals
+
+
+def family(process_id: int) -> list[int]:
+    """A process and everything it has started, as far as it still runs."""
+    found = [process_id]
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{process_id}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += family(int(child))
+    return found
+
+
+def cpu_s(process_id: int) -> float:
+    """User and system time of a process, all threads."""
+    fields = Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) * TICK_S
+
+
+def _role(started_as: str, process_id: int, member: int) -> str:
+    if member == process_id:
+        return FRONT_ROLE.get(started_as, started_as)
+    with contextlib.suppress(OSError):
+        if ROLLOUT_FRONT.encode() in Path(f"/proc/{member}/cmdline").read_bytes():
+            return f"agent_{started_as}"
+    return ENGINE_ROLE.get(started_as, started_as)

@@ -1,0 +1,179 @@
+"""`rose run` from beginning to end: a borrowed device, a dedicated worker, users, a trainer, and what is left."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.devices import eventually
+from tests.e2e.running import Run, kill, processes_of
+
+from rose.cli.main import main
+from rose.train.warmstart import Recipe, make_warm_start
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It knows little more than the form of an answer: enough for some games to go better than others."""
+    recipe = Recipe(games=100, epochs=1, rows=4, learning_rate=2e-3, warm_up_updates=5, turns_max=4)
+    return make_warm_start(recipe, tmp_path_factory.mktemp("model") / "frozenlake-1m")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[list[Run]]:
+    started: list[Run] = []
+    yield started
+    for run in started:
+        run.end()
+
+
+def started(runs: list[Run], folder: Path, model: Path, *overrides: str) -> Run:
+    runs.append(Run(folder, model, *overrides))
+    return runs[-1]
+
+
+def test_two_steps_end_to_end(tmp_path, model, runs):
+    run = started(runs, tmp_path, model)
+    assert run.wait() == 0, run.words
+    summary = run.summary()
+    assert summary["steps"] == 2 and summary["trajectories"] == 16
+    assert (summary["lost"], summary["doubled"], summary["differing"]) == (0, 0, 0)
+    assert summary["begun"] == summary["returned"] == 16
+    assert 0 <= summary["success_before"] <= 1 and 0 <= summary["success_after"] <= 1
+    assert sum(summary["turns_by_pool"].values()) == summary["turns"] > 0
+    assert {"gateway", "trainer", "engine_borrowed", "engine_dedicated", "traffic"} <= summary["cpu_s_by_role"].keys()
+    assert (run.folder / "settings.yaml").exists() and "report:" in run.words
+    assert [folder.name for folder in (run.folder / "checkpoints").iterdir()] == ["step-000002"]
+    assert "<svg" in (run.folder / "report.html").read_text()
+    assert run.processes() == {}
+
+
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        (["--set", "groups.siez=4"], "groups.size"),
+        (["--compare", "--set", "steps=3"], "steps=4"),
+        (["nowhere.yaml"], "nowhere.yaml"),
+        (["--profile", "heavy"], "rollout-heavy"),
+        (["--set", "worker.device=cpu:999"], "cpu:999"),
+        (["--set", "rollout_model=nowhere"], "nowhere"),
+    ],
+)
+def test_wrong_settings_are_told_in_words(tmp_path, capsys, monkeypatch, arguments, word):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert word in told and "Traceback" not in told
+
+
+def test_a_name_is_used_once(tmp_path, capsys):
+    (tmp_path / "it").mkdir()
+    assert main(["run", "--name", "it", "--set", f"runs={tmp_path}"]) == 2
+    assert "another name" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_everything_and_leaves_a_report(tmp_path, model, runs):
+    run = started(runs, tmp_path, model, "steps=1000")
+    run.until_said(r"step +1/1000")
+    assert len(run.processes()) >= 7
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.words
+    assert run.processes() == {}
+    assert run.summary()["steps"] >= 1 and (run.folder / "report.html").exists()
+    assert "Traceback" not in run.words
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_nothing_behind(tmp_path, model, runs):
+    run = started(runs, tmp_path, model, "steps=1000")
+    run.until_said(r"step +1/1000")
+    kill(run.process.pid)
+    eventually(lambda: run.processes() == {})
+    assert run.wait() == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["dedicated", "borrowed"])
+def test_a_worker_that_is_killed_is_started_again_and_nothing_is_lost(tmp_path, model, runs, role):
+    run = started(runs, tmp_path, model, "steps=12", "groups.groups=4", "groups.size=8", "evaluation.every_steps=0")
+    run.until_said(r"step +2/12")
+    [worker] = processes_of(run.processes(), f"rose serve .*--worker-name {role}")
+    kill(worker)
+    assert run.wait() == 0, run.words
+    summary = run.summary()
+    assert summary["restarts"] == 1 and f"{role} died" in run.words
+    assert summary["steps"] == 12 and summary["begun"] == summary["returned"] == 12 * 32
+    assert (summary["lost"], summary["doubled"], summary["differing"]) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_a_gateway_that_dies_ends_the_run_with_a_word(tmp_path, model, runs):
+    run = started(runs, tmp_path, model, "steps=1000")
+    run.until_said(r"step +1/1000")
+    [gateway] = processes_of(run.processes(), "rose gateway")
+    kill(gateway)
+    assert run.wait(60) == 1
+    assert "gateway ended with signal 9" in run.words and "Traceback" not in run.words
+    assert run.processes() == {}
+
+
+@pytest.mark.slow
+def test_a_comparison_alternates_and_keeps_the_device_in_sync(tmp_path, model, runs):
+    run = started(runs, tmp_path, model, "compare=true", "steps=4", "evaluation.every_steps=0")
+    assert run.wait() == 0, run.words
+    steps = run.metrics("step")
+    assert [step["is_borrowed"] for step in steps] == [True, False, False, True]
+    assert [step["turns_by_pool"]["borrowed"] > 0 for step in steps] == [True, False, False, True]
+    assert run.metrics("behind") == []
+    assert run.summary()["throughput_ratio"] > 0
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_with_a_word_and_nothing_half(tmp_path, model, runs):
+    """A limit on the size of files stands for the disk: the weights of the next version do not fit."""
+    run = started(runs, tmp_path, model, "steps=1000", "checkpoint.every_steps=0")
+    run.until_said("ready: users are served")
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    assert run.wait() == 1, run.words
+    assert "cannot be written" in run.words and "Traceback" not in run.words
+    assert not [folder for folder in (run.folder / "weights").iterdir() if not (folder / "config.json").exists()]
+    assert run.processes() == {}
+    for line in (run.folder / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+@pytest.mark.slow
+def test_the_journal_tells_what_became_of_every_trajectory(tmp_path, model, runs):
+    run = started(runs, tmp_path, model)
+    assert run.wait() == 0, run.words
+    lines = [json.loads(line) for line in (run.folder / "journal.jsonl").read_text().splitlines()]
+    ended = [line["fact"] for line in lines if line["fact"]["kind"] == "MemberEnded"]
+    assert len({fact["trajectory_id"] for fact in ended}) == len(ended) == run.summary()["begun"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: the report is not looked at in a browser")
+def test_the_report_opens_in_a_browser_without_a_complaint(tmp_path, model, runs):
+    run = started(runs, tmp_path, model)
+    assert run.wait() == 0, run.words
+    picture = tmp_path / "report.png"
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    command += ["--virtual-time-budget=2000", "--window-size=1000,2400", f"--screenshot={picture}"]
+    done = subprocess.run(
+        [*command, (run.folder / "report.html").as_uri()], capture_output=True, text=True, timeout=100
+    )
+    assert picture.stat().st_size > 20_000, done.stderr
+    assert "CONSOLE" not in done.stderr, done.stderr
+    dump = subprocess.run(
+        [*command[:4], "--dump-dom", (run.folder / "report.html").as_uri()], capture_output=True, text=True, timeout=100
+    )
+    assert dump.stdout.count("<svg") == 5

@@ -1,0 +1,65 @@
+"""From the lines of a run to its figures."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.launch_lines import run_lines, served, step
+
+from rose.launch.figures import attainment, compared, geometric_interval, ideal_ratio, percentile, summary_of, within
+
+
+def test_a_whole_run():
+    found = summary_of(run_lines(), [served(100 + second / 2) for second in range(80)])
+    assert (found["success_before"], found["success_after"]) == (0.09, 0.6)
+    assert (found["lost"], found["doubled"], found["restarts"]) == (0, 0, 1)
+    assert found["turns_by_pool"] == {"dedicated": 1600, "borrowed": 800}
+    assert found["rollout_share"] == pytest.approx(4 / 5.1, abs=1e-4), "of the steps without the device"
+    assert found["idle_share"] == pytest.approx(1 - 0.62 / 5.1, abs=1e-3)
+    assert found["cpu_s_by_role"] == {"agent_borrowed": 1.0, "gateway": 2.0, "trainer": 8.0}
+    assert found["control_cpu_ms_per_turn"] == pytest.approx(3000 / 2400)
+    assert found["serving_attainment"] == found["serving_attainment_alone"] == 1.0
+
+
+def test_a_comparison_is_by_pairs_of_neighbours():
+    found = summary_of(run_lines(), [])
+    assert found["rollout_speedup"] == 2.0
+    assert found["throughput_ratio"] == pytest.approx(5.1 / 3.1, abs=1e-3)
+    assert found["throughput_ratio_low"] <= found["throughput_ratio"] <= found["throughput_ratio_high"]
+
+
+def test_time_counts_per_token():
+    steps = [step(1, 0.0), step(2, 9.0, is_borrowed=False, rollout_s=4.0, generated_tokens=2400)]
+    assert compared(steps)["rollout_speedup"] == 1.0
+
+
+def test_without_both_kinds_of_steps_there_is_no_ratio():
+    assert summary_of(run_lines(compare=False), [])["throughput_ratio"] is None
+
+
+def test_a_run_that_was_stopped_at_once_has_figures_too():
+    found = summary_of([], [])
+    assert (found["steps"], found["success_before"], found["control_cpu_ms_per_turn"]) == (0, None, None)
+
+
+def test_few_pairs_have_no_interval():
+    assert geometric_interval([1.2, 1.4])[1:] == (None, None)
+    middle, low, high = geometric_interval([1.2, 1.3, 1.4, 1.5])
+    assert low is not None and high is not None and 1.2 <= low <= middle <= high <= 1.5
+
+
+def test_the_ideal():
+    assert ideal_ratio(0.0, 0.8, 1.0) == 1.0
+    assert ideal_ratio(1.0, 1.0, 1.0) == 2.0
+    assert ideal_ratio(0.7, 0.8, 1.0) == pytest.approx(1 / (0.3 + 0.7 / 1.8))
+
+
+def test_serving_is_judged_by_its_arrival():
+    rows = [served(100.5), served(101.5, ttft_ms=900), served(105.0)]
+    assert attainment(within(rows, [step(1, 100.0)])) == 0.5
+    assert attainment([]) is None
+
+
+def test_percentiles_are_values_that_were_seen():
+    assert percentile([3.0, None, 1.0, 2.0], 50) == 2.0
+    assert percentile([1.0], 99) == 1.0
+    assert percentile([None], 99) is None

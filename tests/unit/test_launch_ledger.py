@@ -1,0 +1,45 @@
+"""The books of trajectories: what is lost or comes twice is found, in whatever order things happen."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.launch.ledger import Ledger
+
+
+def test_each_comes_back_once():
+    ledger = Ledger()
+    for name in ("a", "b", "c"):
+        ledger.begin(name)
+    assert ledger.returned("a") and not ledger.returned("a")
+    assert not ledger.returned("x")
+    assert not ledger.returned("b", is_same=False)
+    ledger.write_off("c")
+    balance = ledger.close_step()
+    assert (balance.begun, balance.returned, balance.written_off, balance.lost) == (3, 2, 1, 0)
+    assert (balance.doubled, balance.unknown, balance.differing) == (1, 1, 1)
+
+
+def test_what_never_comes_is_lost_at_the_end_of_its_step():
+    ledger = Ledger()
+    ledger.begin("a")
+    ledger.begin("b")
+    assert ledger.close_step(still_open=["b"]).lost == 1
+    assert ledger.returned("b") and ledger.close_step().lost == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from(["return", "write off", "close"]), st.integers(0, 9)), max_size=60))
+def test_the_books_always_balance(events):
+    ledger = Ledger()
+    for number in range(10):
+        ledger.begin(str(number))
+    for what, number in events:
+        if what == "return":
+            ledger.returned(str(number))
+        elif what == "write off":
+            ledger.write_off(str(number))
+        else:
+            ledger.close_step([str(number)])
+        balance = ledger.balance()
+        assert balance.begun == balance.returned + balance.written_off + balance.open + balance.lost == 10

@@ -1,0 +1,138 @@
+"""Processes of a run: ready by their words, started again when they die, gone with the run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rose.errors import Unavailable
+from rose.launch.processes import Command, Died, Processes
+from rose.launch.watching import TurnCount, cpu_s, family
+
+SLEEPER = "import time; print('ready at http://here:1/v1', flush=True); time.sleep(600)"
+FAMILY = (
+    "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+    "print('ready at http://here:1/v1', flush=True); time.sleep(600)"
+)
+
+
+def sleeper(role: str = "sleeper", code: str = SLEEPER, *, is_kept: bool = True) -> Command:
+    return Command(role, ("-c", code), 1, (), {"url": r"ready at (http://[^/]+)"}, is_kept)
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never happened"
+        await asyncio.sleep(0.02)
+
+
+def test_ready_by_its_words_and_gone_with_all_it_started(tmp_path):
+    async def story() -> list[int]:
+        processes = Processes(tmp_path, {}, lambda died: None)
+        running = await processes.start(sleeper(code=FAMILY))
+        assert running.words == {"url": "http://here:1"}
+        members = family(running.process_id)
+        assert len(members) == 2 and cpu_s(members[0]) >= 0
+        await processes.close()
+        await until(lambda: not any(map(is_alive, members)))
+        return members
+
+    assert asyncio.run(story())
+    assert "ready at" in (tmp_path / "sleeper.log").read_text()
+
+
+def test_a_kept_one_that_is_killed_is_started_again(tmp_path):
+    deaths: list[Died] = []
+
+    async def story() -> None:
+        processes = Processes(tmp_path, {}, deaths.append)
+        running = await processes.start(sleeper())
+        os.kill(running.process_id, signal.SIGKILL)
+        await until(lambda: processes.get("sleeper") is not running and bool(processes.process_ids()))
+        assert not processes.failed.done()
+        await processes.close()
+
+    asyncio.run(story())
+    assert deaths == [Died("sleeper", -9, True)]
+
+
+def test_the_death_of_another_ends_the_run_with_its_last_words(tmp_path):
+    code = "print('ready at http://here:1/', flush=True); print('I fell over', flush=True); raise SystemExit(3)"
+
+    async def story() -> Unavailable:
+        processes = Processes(tmp_path, {}, lambda died: None)
+        await processes.start(sleeper("gateway", code, is_kept=False))
+        found = await asyncio.wait_for(processes.failed, 30)
+        await processes.close()
+        return found
+
+    error = asyncio.run(story())
+    assert "gateway ended with code 3" in error.what and "I fell over" in error.what
+
+
+def test_one_that_never_gets_ready_says_why(tmp_path):
+    async def story() -> None:
+        processes = Processes(tmp_path, {}, lambda died: None)
+        try:
+            await processes.start(sleeper("device", "raise SystemExit('no such core')"))
+        finally:
+            await processes.close()
+
+    with pytest.raises(Unavailable, match="device stopped while starting:\nno such core"):
+        asyncio.run(story())
+
+
+def test_json_lines_go_to_whoever_listens(tmp_path):
+    heard: list[bytes] = []
+
+    async def story() -> None:
+        processes = Processes(tmp_path, {}, lambda died: None)
+        await processes.start(sleeper(code="print('{\"a\": 1}', flush=True); " + SLEEPER), heard.append)
+        await processes.close()
+
+    asyncio.run(story())
+    assert heard == [b'{"a": 1}']
+
+
+def test_children_die_with_a_run_that_is_killed(tmp_path):
+    program = f"""
+import asyncio, os, signal, sys
+from pathlib import Path
+from rose.launch.processes import Command, Processes
+async def main():
+    processes = Processes(Path({str(tmp_path)!r}), {{}}, print)
+    await processes.prepare()
+    running = await processes.start(Command("x", ("-c", {SLEEPER!r}), 0, (), {{"url": "ready at (http)"}}))
+    print(running.process_id, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    child = int(done.stdout.split()[-1])
+    asyncio.run(until(lambda: not is_alive(child)))
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_turns_are_counted_over_restarts():
+    count = TurnCount()
+    member = {"name": "w", "kind": "dedicated", "turns_ended": 10}
+    assert count.observe([member])["dedicated"] == 10
+    assert count.observe([member | {"turns_ended": 15}])["dedicated"] == 15
+    assert count.observe([])["dedicated"] == 15
+    assert count.observe([member | {"turns_ended": 4}])["dedicated"] == 19, "it was restarted and counts from 0"

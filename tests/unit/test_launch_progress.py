@@ -1,0 +1,60 @@
+"""What a run shows while it goes."""
+
+from __future__ import annotations
+
+import io
+
+from tests.unit.launch_lines import step
+
+from rose.launch.progress import Live, Screen, live_line, step_line
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Gone(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError("nobody reads")
+
+
+def test_a_step_in_one_line():
+    line = step_line(step(3, 0.0), 15, 0.998, 75.0)
+    assert line == (
+        "step   3/15  success  30%  groups 8/11  rollout 2.0 s  train 1.0 s  "
+        "trajectories/s 10.7 dedicated + 21.3 borrowed  serving 99.8% in budget  1 min 15 s left"
+    )
+    assert "[rolled back]" in step_line(step(3, 0.0, verdict="rolled_back"), 15, None, 1.0)
+
+
+def test_what_is_going_on():
+    live = Live("rollouts", 4, 10, 54, 30.0, 61.0, 1.0, 80.0)
+    assert live_line(live, 15) == (
+        "step 4 of 15: rollouts | 10 trajectories done, 54 under way | turns/s: 30 dedicated, 61 borrowed | "
+        "serving 100.0% in budget | 1 min 20 s left"
+    )
+    assert live_line(Live(), 15) == "starting"
+
+
+def test_a_terminal_has_a_line_that_moves_and_lines_that_stay():
+    stream = Terminal()
+    screen = Screen(15, stream)
+    screen.show()
+    screen.say("stays")
+    shown = stream.getvalue()
+    assert shown.startswith("\rstarting") and shown.endswith("\rstays\n")
+
+
+def test_a_file_gets_lines_that_stay_only():
+    stream = io.StringIO()
+    screen = Screen(15, stream)
+    screen.show()
+    screen.say("stays")
+    assert stream.getvalue() == "stays\n"
+
+
+def test_a_reader_who_leaves_does_not_end_the_run():
+    screen = Screen(15, Gone())
+    screen.say("to nobody")
+    assert screen.every_s > 1

@@ -1,0 +1,205 @@
+"""Playing a step through a gateway: environments that raise or hang, groups that are dropped, batches that lie."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rose.core.groups import Draw, StepGroups
+from rose.core.trajectory import NO_VERSION, Trajectory
+from rose.envs.frozenlake import FrozenLake, LakeSettings
+from rose.envs.play import Answer, TurnSampling, VersionSpan
+from rose.envs.registry import ENVIRONMENTS, Entry
+from rose.launch.rollouts import MemberEnded, Rollouts
+from rose.launch.settings import GroupSettings, RunSettings, load_run_settings
+from rose.models.folder import ModelFolder, load_model_folder
+from rose.models.presets import write_preset
+from rose.rollout.trainer_routes import BeginBody, FinishBody
+from rose.rollout.trajectories import Batch, FinishedGroup
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    return load_model_folder(write_preset("frozenlake-1m", tmp_path_factory.mktemp("model") / "m"))
+
+
+class FakeGateway:
+    """Plays by the dice of the sampling's seed, keeps trajectories as the gateway does, and hands out groups."""
+
+    def __init__(self, model: ModelFolder) -> None:
+        self._tokenizer = model.tokenizer
+        self._turns: dict[str, Trajectory] = {}
+        self._groups: dict[str, list[str]] = {}
+        self._sizes: dict[str, int] = {}
+        self._finished: dict[str, FinishBody] = {}
+        self._handed_out: list[str] = []
+        self.tamper = lambda trajectories: trajectories
+
+    async def begin(self, body: BeginBody) -> None:
+        assert body.id is not None
+        if body.group is not None and body.id not in self._groups.setdefault(body.group, []):
+            self._groups[body.group].append(body.id)
+            self._sizes[body.group] = body.group_size
+
+    def trajectory(self, name: str) -> Any:
+        async def generate(token_ids: Sequence[int], sampling: TurnSampling) -> Answer:
+            await asyncio.sleep(0)
+            word = random.Random(f"{sampling.seed}/{len(token_ids)}").choice(("Right", "Down"))
+            end = self._tokenizer.encode("<|im_end|>", add_special_tokens=False)
+            ids = [*self._tokenizer.encode(f"<answer>{word}</answer>", add_special_tokens=False), *end]
+            answer = Answer(tuple(ids), (-0.5,) * len(ids), (VersionSpan("1", 0, len(ids)),), "stop")
+            self._keep(name, token_ids, answer)
+            return answer
+
+        return generate
+
+    async def finish(self, name: str, body: FinishBody) -> None:
+        assert name not in self._finished
+        self._finished[name] = body
+
+    async def next_batch(self, groups: int, after: int) -> Batch:
+        complete = [name for name in self._groups if name not in self._handed_out and self._is_complete(name)]
+        assert len(complete) >= groups, "the run would wait for ever"
+        self._handed_out += complete[:groups]
+        return Batch(after + 1, tuple(self._group(name) for name in complete[:groups]))
+
+    def _is_complete(self, group: str) -> bool:
+        members = self._groups[group]
+        return len(members) == self._sizes[group] and all(member in self._finished for member in members)
+
+    def _group(self, name: str) -> FinishedGroup:
+        whole = [member for member in self._groups[name] if not self._finished[member].is_lost]
+        found = [replace(self._turns[member], reward=self._finished[member].reward) for member in whole]
+        return FinishedGroup(name, "", tuple(self.tamper(found)), len(self._groups[name]) - len(whole))
+
+    def _keep(self, name: str, prompt: Sequence[int], answer: Answer) -> None:
+        ids = (*prompt, *answer.token_ids)
+        versions = (NO_VERSION,) * len(prompt) + ("1",) * len(answer.token_ids)
+        self._turns[name] = Trajectory(name, "", ids, (False,) * len(ids), (0.0,) * len(ids), versions, 0.0)
+
+
+def rollouts_on(gateway: FakeGateway, model: ModelFolder, settings: RunSettings) -> tuple[Rollouts, list[Any]]:
+    journal: list[Any] = []
+    made = Rollouts(gateway, model, settings, "r", lambda fact, decisions: journal.append((fact, decisions)))  # type: ignore[arg-type]
+    return made, journal
+
+
+def small(**changes: Any) -> RunSettings:
+    return replace(load_run_settings(), groups=GroupSettings(**({"groups": 2, "size": 6, "draws_max": 12} | changes)))
+
+
+def test_a_step_is_played_fetched_and_balanced(model):
+    gateway = FakeGateway(model)
+    rollouts, journal = rollouts_on(gateway, model, small())
+    played = asyncio.run(rollouts.play_step())
+    balance = rollouts.ledger.balance()
+    assert played.counts.kept == len(played.kept) == 2
+    assert balance.begun == balance.returned == played.trajectories == 6 * played.counts.drawn
+    assert (balance.lost, balance.doubled, balance.differing, balance.open) == (0, 0, 0, 0)
+    assert sum(isinstance(fact, MemberEnded) for fact, _ in journal) == played.trajectories
+    assert sum(isinstance(fact, Draw) for fact, _ in journal) == played.counts.drawn
+    assert isinstance(journal[-1][0], StepGroups)
+
+
+def test_steps_follow_each_other_with_fresh_maps(model):
+    rollouts, _ = rollouts_on(FakeGateway(model), model, small())
+
+    async def two() -> list[set[str]]:
+        steps = [await rollouts.play_step() for _ in range(2)]
+        return [{t.trajectory_id for group in step.kept for t in group} for step in steps]
+
+    first, second = asyncio.run(two())
+    assert first and second and not first & second
+
+
+def test_only_the_chosen_members_are_trained_on(model):
+    rollouts, _ = rollouts_on(FakeGateway(model), model, small(train_size=2))
+    played = asyncio.run(rollouts.play_step())
+    assert [len(group) for group in played.kept] == [2, 2]
+    assert all(group[0].reward != group[1].reward for group in played.kept)
+
+
+def test_surplus_groups_are_stopped_and_written_off(model):
+    rollouts, _ = rollouts_on(FakeGateway(model), model, small(groups=1, draw_ahead=4.0))
+    played = asyncio.run(rollouts.play_step())
+    balance = rollouts.ledger.balance()
+    assert played.counts.kept == 1
+    assert balance.lost == balance.doubled == balance.open == 0
+    assert balance.begun == balance.returned + balance.written_off
+
+
+def test_a_batch_that_brings_something_twice_or_not_at_all_is_found(model):
+    gateway = FakeGateway(model)
+    rollouts, _ = rollouts_on(gateway, model, small())
+    gateway.tamper = lambda trajectories: [*trajectories[1:], trajectories[-1]]
+    played = asyncio.run(rollouts.play_step())
+    balance = rollouts.ledger.balance()
+    assert balance.lost == balance.doubled == played.counts.drawn
+
+
+def test_tokens_that_changed_on_the_way_are_not_trained_on(model):
+    gateway = FakeGateway(model)
+    rollouts, _ = rollouts_on(gateway, model, small())
+    gateway.tamper = lambda trajectories: [_changed(trajectories[0]), *trajectories[1:]]
+    played = asyncio.run(rollouts.play_step())
+    assert rollouts.ledger.balance().differing == played.counts.drawn
+    assert all(trajectory.token_ids[-1] != 7 for group in played.kept for trajectory in group)
+
+
+def _changed(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, token_ids=(*trajectory.token_ids[:-1], 7))
+
+
+class Raising(FrozenLake):
+    """Breaks on every other map."""
+
+    def reset(self, seed: int) -> str:
+        if seed % 2:
+            raise OSError("thin ice")
+        return super().reset(seed)
+
+
+class Hanging(Raising):
+    is_quick = False
+
+    def reset(self, seed: int) -> str:
+        if seed % 2:
+            time.sleep(3.0)
+        return super().reset(seed - seed % 2)
+
+
+@pytest.mark.parametrize("kind, word", [(Raising, "thin ice"), (Hanging, "took over")])
+def test_environments_that_raise_or_hang_cost_their_episodes_only(model, monkeypatch, kind, word):
+    monkeypatch.setitem(ENVIRONMENTS, "broken", Entry(LakeSettings(), kind, 8, "breaks"))
+    settings = load_run_settings(None, ["patience.reset_s_max=0.05", "patience.tries_max=1"])
+    settings = replace(settings, environment="broken", groups=small(draws_max=6).groups)
+    rollouts, _ = rollouts_on(FakeGateway(model), model, settings)
+    played = asyncio.run(rollouts.play_step())
+    balance = rollouts.ledger.balance()
+    assert played.failures and all(word in reason for reason in played.failures)
+    assert balance.written_off == len(played.failures) and balance.lost == 0
+    assert played.counts.lost >= 1 and played.counts.kept >= 1
+
+
+def test_a_gateway_that_is_gone_ends_the_step_with_its_error(model):
+    gateway = FakeGateway(model)
+    rollouts, _ = rollouts_on(gateway, model, small())
+
+    async def refuse(*_: Any) -> None:
+        raise ConnectionResetError("gone")
+
+    gateway.finish = refuse  # type: ignore[method-assign]
+    with pytest.raises(Exception, match="gone"):
+        asyncio.run(rollouts.play_step())
+
+
+def test_held_out_games_are_not_booked(model):
+    rollouts, _ = rollouts_on(FakeGateway(model), model, small())
+    assert 0 <= asyncio.run(rollouts.evaluate(10)) <= 1
+    assert rollouts.ledger.balance().begun == 0

@@ -1,0 +1,92 @@
+"""Settings of `rose run`: profiles, layers, and everything that is refused with a word on what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from rose.errors import ConfigError
+from rose.launch.placement import place
+from rose.launch.settings import RunSettings, load_run_settings
+
+
+def test_the_defaults_are_a_job_that_learns():
+    settings = load_run_settings()
+    assert (settings.environment, settings.groups.groups, settings.groups.size) == ("frozenlake", 8, 8)
+    assert settings == RunSettings()
+
+
+def test_a_profile_is_a_set_of_defaults_and_the_file_and_the_overrides_lie_over_it(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text("profile: rollout-heavy\ngroups: {groups: 2}\n")
+    settings = load_run_settings(file, ["steps=12", "train.learning_rate=0.001"])
+    assert (settings.environment, settings.groups.size, settings.groups.train_size) == ("frozenlake-plan", 64, 8)
+    assert (settings.groups.groups, settings.steps, settings.train.learning_rate) == (2, 12, 0.001)
+    assert load_run_settings(None, ["profile=rollout-heavy"]).groups.groups == 4
+
+
+def test_a_rollout_heavy_step_has_at_least_256_trajectories():
+    groups = load_run_settings(None, ["profile=rollout-heavy"]).groups
+    assert groups.groups * groups.size >= 256
+
+
+@pytest.mark.parametrize(
+    "overrides, word",
+    [
+        (["groups.siez=4"], "groups.size"),
+        (["groups.sizes=4"], "groups.size"),
+        (["train.learning_rte=1"], "train.learning_rate"),
+        (["groups.size=1"], "between 2 and 4096"),
+        (["groups.size=4", "groups.train_size=8"], "only 4 members"),
+        (["groups.train_size=1"], "nothing to be compared with"),
+        (["groups.groups=40"], "draws_max is 32"),
+        (["serving.is_borrowed=false", "worker.is_used=false"], "nobody would play"),
+        (["compare=true", "steps=8", "worker.is_used=false"], "both are needed"),
+        (["compare=true", "steps=10"], "steps=12"),
+        (["profile=rollout-hevy"], "rollout-heavy"),
+        (["environment=frozenlak"], "frozenlake"),
+        (["serving.preset=qwen3-3b"], "qwen3-3m"),
+        (["traffic.source=poison:rate=2"], "poisson"),
+        (["serving.device=gpu:0"], "cpu:0"),
+        (["name=../../etc"], "first-try"),
+        (["steps=many"], "whole number"),
+    ],
+)
+def test_what_is_refused_and_the_word_that_helps(overrides, word):
+    with pytest.raises(ConfigError) as refused:
+        load_run_settings(None, overrides)
+    assert word in str(refused.value)
+
+
+def test_two_cores_are_shared_out():
+    placement = place(RunSettings(), [0, 1])
+    assert (placement.serving, placement.worker, placement.others, placement.words) == ("cpu:0", "cpu:1", (1,), ())
+
+
+def test_one_core_means_no_dedicated_worker_and_a_word_about_it():
+    placement = place(RunSettings(), [3])
+    assert (placement.serving, placement.worker, placement.others) == ("cpu:3", None, (3,))
+    assert "one core" in placement.words[0]
+
+
+def test_the_serving_device_is_never_a_trainers_core_where_there_are_others():
+    placement = place(load_run_settings(None, ["serving.device=cpu:2"]), [0, 1, 2])
+    assert (placement.worker, placement.others) == ("cpu:0", (0, 1))
+
+
+@pytest.mark.parametrize(
+    "overrides, cores, word",
+    [
+        (["compare=true", "steps=4"], [0], "second core"),
+        (["serving.is_borrowed=false"], [0], "second core"),
+        (["serving.device=cpu:7"], [0, 1], "serving.device is cpu:7"),
+        (["worker.device=cpu:7"], [0, 1], "worker.device is cpu:7"),
+    ],
+)
+def test_cores_that_are_not_there(overrides, cores, word):
+    with pytest.raises(ConfigError, match=word):
+        place(load_run_settings(None, overrides), cores)
+
+
+def test_a_shared_core_is_told():
+    placement = place(load_run_settings(None, ["worker.device=cpu:0"]), [0, 1])
+    assert "share core 0" in placement.words[0]

@@ -27,7 +27,7 @@ from rose.rollout.client import GatewayClient
 from rose.rollout.trainer_routes import BeginBody, FinishBody
 
 PROMPT = [5, 6, 7, 8, 9]
-LONG = 1500
+LONG = 3500  # a second and more: what is done to a turn is done while it runs
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +68,12 @@ def test_a_turn_moves_twice_and_nobody_can_tell(found: RunningGateway, rollout_m
             stream.read(50)
             [evicts] = running.members(turns=1)
             assert running.ask("POST", f"/v1/pool/{evicts}/drain").status == 200
-            stream.read(400)
+            eventually(lambda: evicts not in running.members() and len(running.members(turns=1)) == 1)
             [dies] = running.members(turns=1)
             os.kill(workers[dies].process.pid, signal.SIGKILL)
             stream.read()
             counts = running.pool()["counts"]
+            eventually(lambda: len(running.members(state="open")) == 1)
             [lasts] = running.members(state="open")
             repeated = running.turn(PROMPT, "moves", max_tokens=LONG, seed=7)
             again = running.pool()["counts"]

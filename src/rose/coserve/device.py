@@ -13,6 +13,8 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rose.config.device import cores_of
 from rose.errors import ConfigError
@@ -55,11 +57,15 @@ def pin(cores: tuple[int, ...]) -> None:
         raise ConfigError(f"the engine cannot be pinned to {_cores(list(cores))}: {error.strerror}") from error
 
 
-def keep_off(cores: tuple[int, ...]) -> None:
-    """Leave these cores to others, if there are any besides."""
-    others = USABLE - set(cores)
-    if others:
-        os.sched_setaffinity(0, others)
+@contextmanager
+def kept_off(cores: tuple[int, ...]) -> Iterator[None]:
+    """Leave these cores to others meanwhile, if there are any besides."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, (USABLE - set(cores)) or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def die_with_parent(parent_pid: int) -> None:

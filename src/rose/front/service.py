@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rose.config.device import DeviceSettings, FrontSettings
 from rose.coserve.channel import EMBEDDED, start_command
-from rose.coserve.device import check_device, keep_off
+from rose.coserve.device import check_device, kept_off
 from rose.coserve.door import address_of, open_door
 from rose.errors import ConfigError
 from rose.front.building import build_front
@@ -46,7 +46,18 @@ async def serve(
 
     A `companion` runs beside the rollouts' door, in its process.
     """
-    keep_off(check_device(settings.device))
+    with kept_off(check_device(settings.device)):
+        await _serve_any(model, settings, lend, say, factory, companion)
+
+
+async def _serve_any(
+    model: Path | None,
+    settings: DeviceSettings,
+    lend: Path | None,
+    say: Say,
+    factory: str,
+    companion: Companion | None,
+) -> None:
     signals = Signals()
     if model is not None and lend is not None:
         await _serve_and_lend(model, lend, settings, signals, say, companion)

@@ -18,8 +18,6 @@ from tests.contract.chain_ends import equal
 from tests.contract.relays import LIMITED, SECRET, TcpStore
 
 from rose.cli import main as cli
-from rose.cli import relay as relay_command
-from rose.cli import weights as weights_command
 from rose.errors import RoseError
 from rose.models.bits import to_bf16
 from rose.weights.chain import Patience
@@ -51,11 +49,9 @@ def bits_at(version: int) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def filled(tmp_path, monkeypatch):
+def filled(tmp_path):
     """A folder with versions 1 to 4 of a run, and the words that name it to the command."""
     (tmp_path / "secret").write_bytes(SECRET + b"\n")
-    monkeypatch.setitem(cli.COMMANDS, "weights", weights_command.SUMMARY)
-    monkeypatch.setitem(cli.COMMANDS, "relay", relay_command.SUMMARY)
     relay = FilesystemRelay(tmp_path / "relay", durable=False)
     state = weights_at(1)
     with Publisher(state, relay, run=RUN, secret=SECRET, piece_elements_max=5000) as publisher:
@@ -163,11 +159,8 @@ def test_a_strangers_secret_shows_nothing_as_usable(filled, capsys, tmp_path):
 
 def test_relay_up_serves_a_folder_until_it_is_told_to_stop(filled, tmp_path):
     relay, _ = filled
-    program = (
-        "import sys; from rose.cli import main as m, relay; m.COMMANDS['relay'] = ''; sys.exit(m.main(sys.argv[1:]))"
-    )
     words = ["relay", "up", "--folder", str(relay.folder), "--listen", "127.0.0.1:0"]
-    command = [sys.executable, "-c", program, *words, "--secret-file", str(tmp_path / "secret")]
+    command = [sys.executable, "-m", "rose", *words, "--secret-file", str(tmp_path / "secret")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         address = re.search(r"tcp://[\d.:]+", process.stdout.readline())[0]
         receiver = Receiver(address, RUN, secret=SECRET, patience=PATIENCE)

@@ -16,6 +16,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "rose"
 
+_INNER = ["errors", "clock", "core", "config", "observe", "models"]
+_DEVICE = [*_INNER, "engines", "coserve", "front"]
+_LAUNCH = [*_DEVICE, "load", "weights", "envs", "rollout", "train"]
+
 # A part may import itself, `rose` (the version) and these.
 MAY_IMPORT = {
     "errors": [],
@@ -24,59 +28,16 @@ MAY_IMPORT = {
     "config": ["errors", "core"],
     "observe": ["errors", "clock", "core"],
     "models": ["errors", "core", "config", "observe"],
-    "engines": ["errors", "clock", "core", "config", "observe", "models"],
-    "coserve": ["errors", "clock", "core", "config", "observe", "models", "engines"],
-    "front": ["errors", "clock", "core", "config", "observe", "models", "engines", "coserve"],
-    "load": ["errors", "clock", "core", "config", "observe", "models"],
-    "weights": ["errors", "clock", "core", "config", "observe", "models", "engines"],
-    "envs": ["errors", "clock", "core", "config", "observe", "models"],
-    "rollout": [
-        "errors",
-        "clock",
-        "core",
-        "config",
-        "observe",
-        "models",
-        "engines",
-        "coserve",
-        "front",
-        "weights",
-        "envs",
-    ],
-    "train": ["errors", "clock", "core", "config", "observe", "models", "engines", "weights", "envs", "rollout"],
-    "launch": [
-        "errors",
-        "clock",
-        "core",
-        "config",
-        "observe",
-        "models",
-        "engines",
-        "coserve",
-        "front",
-        "load",
-        "weights",
-        "envs",
-        "rollout",
-        "train",
-    ],
-    "cli": [
-        "errors",
-        "clock",
-        "core",
-        "config",
-        "observe",
-        "models",
-        "engines",
-        "coserve",
-        "front",
-        "load",
-        "weights",
-        "envs",
-        "rollout",
-        "train",
-        "launch",
-    ],
+    "engines": _INNER,
+    "coserve": [*_INNER, "engines"],
+    "front": [*_INNER, "engines", "coserve"],
+    "load": _INNER,
+    "weights": [*_INNER, "engines"],
+    "envs": _INNER,
+    "rollout": [*_DEVICE, "weights", "envs"],
+    "train": [*_INNER, "engines", "weights", "envs", "rollout"],
+    "launch": _LAUNCH,
+    "cli": [*_LAUNCH, "launch"],
 }
 # What comes from outside: the core is pure, and nothing that serves loads torch or unpickles what it was sent.
 CORE_OUTSIDE = {"numpy"}

@@ -10,11 +10,11 @@ With `--gateway URL` the rollouts' side of the device also works for that gatewa
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rose.cli.options import add_settings_options, say, settings_of
 from rose.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,10 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="TCP port; 0 takes a free one (8000)")
     parser.add_argument("--name", help="the name clients use for the model (the folder's)")
     parser.add_argument("--kv-memory-mb", type=int, metavar="N", help="memory for keys and values, in MiB (512)")
-    parser.add_argument("--settings", type=Path, metavar="FILE", help="a YAML file of settings")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="one setting; may be repeated"
-    )
+    add_settings_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,18 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     import logging
 
     from rose.config.device import DeviceSettings
-    from rose.config.load import load_settings
-    from rose.config.text import as_override
     from rose.front.loops import loop_factory
     from rose.front.service import serve
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
-    given = {key: getattr(arguments, flag) for flag, key in FLAGS.items()}
-    flags = [as_override(key, value) for key, value in given.items() if value is not None]
-    settings = load_settings(DeviceSettings, arguments.settings, [*arguments.overrides, *flags])
+    settings = settings_of(arguments, DeviceSettings, FLAGS)
     companion = _agent(arguments)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(serve(arguments.model, settings, lend=arguments.lend, say=_say, companion=companion))
+        runner.run(serve(arguments.model, settings, lend=arguments.lend, say=say, companion=companion))
     return 0
 
 
@@ -97,9 +90,3 @@ def _agent(arguments: argparse.Namespace) -> Companion | None:
         )
     known = {"gateway": arguments.gateway, "token": token, "name": arguments.worker_name or ""}
     return Companion("rose.rollout.agent:attend", known)
-
-
-def _say(what: str) -> None:
-    """For whoever watches; a device goes on when nobody does any more."""
-    with contextlib.suppress(OSError):
-        print(what, flush=True)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from rose.coserve import messages
 from rose.coserve.channel import Channel
 from rose.coserve.mailbox import Mailbox
 from rose.engines.base import EngineFacts, Request
 from rose.errors import QueueFull, RoseError, Unavailable
-from rose.front.supervisor import COUNTERS
+from rose.front.tally import Tally
 
 logger = logging.getLogger("rose.front")
 
@@ -31,8 +30,7 @@ class Seat:
         self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
         self._address, self._requests_max = address, requests_max
         self._channel: Channel | None = None
-        self._last_facts: EngineFacts
-        self._base_facts: EngineFacts | None = None
+        self._tally = Tally()
         self._reason = Unavailable("the device's engine is starting")
         self._closing = False
         self._keeper: asyncio.Task[None] | None = None
@@ -49,10 +47,7 @@ class Seat:
 
     @property
     def facts(self) -> EngineFacts:
-        now = self._channel.facts if self._channel is not None else self._last_facts
-        if self._base_facts is None:
-            return now
-        return replace(now, **{name: getattr(now, name) + getattr(self._base_facts, name) for name in COUNTERS})
+        return self._tally.total(self._channel.facts if self._channel is not None else None)
 
     def submit(self, requests: Sequence[Request]) -> Mailbox:
         channel = self._checked()
@@ -85,7 +80,7 @@ class Seat:
         while True:
             if self._channel is not None:
                 reason = await asyncio.shield(self._channel.gone)
-                self._base_facts = self._last_facts = self.facts
+                self._tally.gone(self._channel.facts)
                 self._channel, self._reason = None, Unavailable(reason.what, hint="retry a little later")
             await self._try()
 
@@ -97,4 +92,5 @@ class Seat:
             await asyncio.sleep(PAUSE_S)
             return
         channel.on_step = lambda stepped: self.on_step(stepped)
-        self._last_facts, self._channel = channel.facts, channel
+        self._tally.started(channel.facts)
+        self._channel = channel

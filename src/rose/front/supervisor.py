@@ -13,14 +13,13 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
 
 from rose.coserve import messages
 from rose.coserve.channel import DeviceChannel
 from rose.coserve.mailbox import Mailbox
 from rose.engines.base import EngineFacts, Request
 from rose.errors import QueueFull, RoseError, Unavailable
+from rose.front.tally import Tally
 
 logger = logging.getLogger("rose.front")
 
@@ -30,8 +29,6 @@ PAUSE_FIRST_S = 0.25
 PAUSE_LONGEST_S = 10.0
 QUESTION_EVERY_S = 10.0
 ANSWER_WITHIN_S = 60.0  # many times the longest step; a process that is silent for longer is stuck
-COUNTERS = ("prefix_query_tokens", "prefix_hit_tokens", "preemptions", "steps", "prompt_tokens", "generated_tokens")
-LEVELS = ("running", "waiting", "kv_blocks_used", "kv_blocks_cached")
 
 
 class Supervisor:
@@ -47,8 +44,7 @@ class Supervisor:
         self._door = door
         self._on_progress = on_progress
         self._channel: DeviceChannel | None = None
-        self._last_facts: EngineFacts
-        self._base_facts: EngineFacts | None = None  # counters of the engines that are gone
+        self._tally = Tally()
         self._reason = Unavailable("the engine is starting")
         self._closing = False
         self._keeper: asyncio.Task[None] | None = None
@@ -70,11 +66,7 @@ class Supervisor:
     @property
     def facts(self) -> EngineFacts:
         """The newest facts, with counters over all engines so far."""
-        now = self._channel.facts if self._channel is not None else self._last_facts
-        base = self._base_facts
-        if base is None:
-            return now
-        return replace(now, **{name: getattr(now, name) + getattr(base, name) for name in COUNTERS})
+        return self._tally.total(self._channel.facts if self._channel is not None else None)
 
     def submit(self, requests: Sequence[Request]) -> Mailbox:
         """Raises Unavailable while there is no engine, QueueFull when too much is under way already."""
@@ -113,7 +105,7 @@ class Supervisor:
         channel = await DeviceChannel.start(self._command, door=self._door, on_progress=self._on_progress)
         channel.on_step = lambda stepped: self.on_step(stepped)
         channel.on_word = lambda word: self.on_word(word)
-        self._last_facts = channel.facts
+        self._tally.started(channel.facts)
         self._channel = channel
 
     async def _keep(self) -> None:
@@ -150,9 +142,8 @@ class Supervisor:
 
     def _mourn(self, reason: Unavailable) -> None:
         logger.error("the engine is gone: %s; restarting it", reason.what)
-        self._base_facts = self.facts
-        gone: dict[str, Any] = dict.fromkeys((*COUNTERS, *LEVELS), 0)
-        self._last_facts = replace(self._base_facts, **gone)
+        if self._channel is not None:
+            self._tally.gone(self._channel.facts)
         self._channel = None
         self._reason = Unavailable(f"{reason.what}; it is being restarted", hint="retry a little later")
 

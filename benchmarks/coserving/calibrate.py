@@ -1,7 +1,8 @@
 """Finds the rate that the load asked for means here, and the budgets, with serving alone; both are then frozen.
 
-Capacity is the rate at which serving alone finishes requests when more wait than it can run, in the middle half of
-such a run: at its ends the batch fills and empties. A first, short run only says how many requests that takes. The
+Capacity is the rate at which serving alone begins to answer requests when more wait than it can run, in the middle half
+of such a run: at its ends the batch fills and empties. Beginnings, because short answers end first: ends would count
+more of them than there are. A first, short run only says how many requests that takes. The
 busy share is the engine's own time in steps over the time of the run. Requests that come at random to a device that is
 mostly idle keep it busy for 1 - exp(-rate x time of one), so one measured point gives the next rate to try. `alone99`
 is found by bisection on the logarithm of the rate, with the same requests every time.
@@ -80,12 +81,12 @@ class Calibration(msgspec.Struct):
     tried: list[dict[str, Any]]
 
 
-def steady_rate(ended_s: Sequence[float]) -> float:
-    """Requests a second over the middle half of the ends."""
-    ends = np.sort(np.asarray(ended_s, dtype=np.float64))
-    first, last = len(ends) // 4, (3 * len(ends)) // 4
+def steady_rate(began_s: Sequence[float]) -> float:
+    """Requests a second over the middle half of these moments."""
+    moments = np.sort(np.asarray(began_s, dtype=np.float64))
+    first, last = len(moments) // 4, (3 * len(moments)) // 4
     assert last > first, "too few requests for a rate"
-    return float((last - first) / (ends[last] - ends[first]))
+    return float((last - first) / (moments[last] - moments[first]))
 
 
 def next_rate(rate_rps: float, busy_share: float, target: float) -> float:
@@ -154,7 +155,7 @@ class Calibrator:
 
     def _saturated(self, count: int) -> float:
         trial = self._alone(sample(self._trace, count), self._seed)
-        rate_rps = steady_rate([row.ended_s for row in trial.rows if row.outcome == "done" and row.ended_s is not None])
+        rate_rps = steady_rate([row.token_s[0] for row in trial.rows if row.outcome == "done" and row.token_s])
         self._note("saturated", requests=count, capacity_rps=round(rate_rps, 3), busy_share=round(trial.busy_share, 3))
         return rate_rps
 

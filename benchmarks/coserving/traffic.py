@@ -43,8 +43,8 @@ def at_rate(trace: Trace, rate_rps: float) -> Trace:
 
 
 def sample(trace: Trace, count: int) -> Trace:
-    """Evenly out of all of it, so that the mix of lengths is the same; all at second 0."""
-    places = (np.arange(count) * len(trace)) // count
+    """Evenly out of all of it and shuffled, so that the mix of lengths is the same throughout; all at second 0."""
+    places = np.random.default_rng(count).permutation((np.arange(count) * len(trace)) // count)
     return replace(
         trace,
         arrival_s=np.zeros(count),

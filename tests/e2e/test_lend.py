@@ -91,6 +91,14 @@ def test_a_drain_ends_rollouts_with_what_they_have_and_they_go_on_elsewhere(devi
     assert device.rollout(PROMPT, max_tokens=4).status == 200
 
 
+def test_rollouts_that_find_no_memory_are_told_to_come_later(device: LentDevice) -> None:
+    device.lending("limits", {"memory_share": 0.0})
+    refused = device.rollout(PROMPT)
+    assert refused.status == 503 and "Retry-After" in refused.headers and "KV blocks" in refused.error["message"]
+    device.lending("limits", {"memory_share": 1.0})
+    eventually(lambda: device.rollout(PROMPT, max_tokens=4).status == 200)
+
+
 def test_the_owners_command_line(device: LentDevice) -> None:
     def rose(*words: str) -> subprocess.CompletedProcess[str]:
         variables = devices.environment() | {"ROSE_OWNER_TOKEN": OWNER_TOKEN}

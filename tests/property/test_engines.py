@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from tests.contract.kinds import EngineKind, Output, ask, collect, embedded_kind, gather, simulated_kind
 
 from rose.engines.base import Budget, Request
-from rose.errors import QueueFull, RequestRefused
+from rose.errors import QueueFull, Unavailable
 
 BLOCKS = 24
 MAX_SEQUENCES = 5
@@ -181,7 +181,7 @@ class EnginesHold(RuleBasedStateMachine):
         except QueueFull:
             assert facts.waiting >= MAX_WAITING + MAX_SEQUENCES - facts.running
             return False
-        except RequestRefused:
+        except Unavailable:
             assert not fits
             return False
         assert fits

@@ -11,15 +11,16 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from rose.core.groups import MemberEnded
 from rose.errors import ConfigError, Unavailable
 from rose.launch.folder import Lines, RunFolder
-from rose.launch.rollouts import MemberEnded
 from rose.launch.serving import ServingLog
 from rose.launch.settings import RunSettings, load_run_settings
 from rose.launch.summing_up import read_lines, sum_up
 from rose.launch.traffic import Served, served_of
 from rose.load.records import Outcome, Record
 from rose.load.report import Budget
+from rose.observe.journal import read
 
 
 @pytest.fixture
@@ -56,8 +57,8 @@ def test_lines_facts_and_files(settings):
     folder.close()
     assert read_lines(folder.path / "metrics.jsonl") == [{"kind": "step", "step": 1}]
     assert read_lines(folder.path / "serving.jsonl") == [{"at_s": 1}]
-    [line] = read_lines(folder.path / "journal.jsonl")
-    assert line["fact"]["kind"] == "MemberEnded" and line["decisions"] == []
+    [entry] = read(folder.path / "journal.jsonl")  # as `rose journal replay` does
+    assert entry.fact == MemberEnded("it/0/0", 0, 0, 1.0, True, 4) and entry.decisions == ()
     assert [path.name for path in folder.path.iterdir() if path.name.startswith(".")] == []
 
 

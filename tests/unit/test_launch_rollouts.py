@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from rose.core.groups import Draw, StepGroups
+from rose.core.groups import Draw, MemberEnded, StepGroups
 from rose.core.trajectory import NO_VERSION, Trajectory
 from rose.envs.frozenlake import FrozenLake, LakeSettings
 from rose.envs.play import Answer, TurnSampling, VersionSpan
 from rose.envs.registry import ENVIRONMENTS, Entry
-from rose.launch.rollouts import MemberEnded, Rollouts
+from rose.launch.rollouts import Rollouts
 from rose.launch.settings import GroupSettings, RunSettings, load_run_settings
 from rose.models.folder import ModelFolder, load_model_folder
 from rose.models.presets import write_preset

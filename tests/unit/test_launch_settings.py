@@ -17,11 +17,11 @@ def test_the_defaults_are_a_job_that_learns():
 
 def test_a_profile_is_a_set_of_defaults_and_the_file_and_the_overrides_lie_over_it(tmp_path):
     file = tmp_path / "job.yaml"
-    file.write_text("profile: rollout-heavy\ngroups: {groups: 2}\n")
+    file.write_text("profile: rollout-heavy\ngroups: {groups: 3}\n")
     settings = load_run_settings(file, ["steps=12", "train.learning_rate=0.001"])
-    assert (settings.environment, settings.groups.size, settings.groups.train_size) == ("frozenlake-plan", 64, 8)
-    assert (settings.groups.groups, settings.steps, settings.train.learning_rate) == (2, 12, 0.001)
-    assert load_run_settings(None, ["profile=rollout-heavy"]).groups.groups == 4
+    assert (settings.environment, settings.groups.size, settings.groups.train_size) == ("frozenlake-plan", 128, 8)
+    assert (settings.groups.groups, settings.steps, settings.train.learning_rate) == (3, 12, 0.001)
+    assert load_run_settings(None, ["profile=rollout-heavy"]).groups.groups == 2
 
 
 def test_a_rollout_heavy_step_has_at_least_256_trajectories():

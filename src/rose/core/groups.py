@@ -61,6 +61,19 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberEnded:
+    """A fact: how one trajectory ended. A lost one has no reward."""
+
+    trajectory_id: str
+    group: int
+    member: int
+    reward: float
+    is_success: bool
+    turns: int
+    is_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StepGroups:
     """What became of the groups of one step. drawn = kept + alike + lost + surplus once it is over."""
 

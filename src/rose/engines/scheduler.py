@@ -31,7 +31,7 @@ from rose.engines.base import (
     TokenEvent,
 )
 from rose.engines.blocks import BlockPool, block_digest, root_digest
-from rose.errors import ContextTooLong, QueueFull, RequestRefused
+from rose.errors import ContextTooLong, QueueFull, RequestRefused, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +267,15 @@ class BatchScheduler:
                 f"together more than the context of {limits.max_context_tokens}",
                 hint="shorten the prompt or lower max_tokens",
             )
-        if self._blocks_for(most) > self.pool.limit:
+        needed = self._blocks_for(most)
+        if needed > self.pool.capacity:
             raise RequestRefused(
-                f"{most} tokens need {self._blocks_for(most)} KV blocks and this engine may hold {self.pool.limit}",
+                f"{most} tokens need {needed} KV blocks and this engine has {self.pool.capacity}",
                 hint="lower max_tokens or raise the engine's KV memory",
             )
+        if needed > self.pool.limit:
+            what = f"{most} tokens need {needed} KV blocks and this engine may hold {self.pool.limit} now"
+            raise Unavailable(what, hint="send it again later, or elsewhere")
         for ids in (request.prompt_ids, request.partial.token_ids):
             if ids and not (min(ids) >= 0 and max(ids) < limits.vocabulary):
                 raise RequestRefused(f"token ids must be in [0, {limits.vocabulary})")

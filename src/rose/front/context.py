@@ -41,9 +41,8 @@ class Front:
 
     @property
     def context_tokens(self) -> int:
-        """The longest sequence that the model and its KV memory can hold."""
-        facts = self.engine.facts
-        return min(facts.max_context_tokens, facts.kv_blocks_limit * facts.block_tokens)
+        """The longest sequence; a device that may hold less of it for a while says so when it is asked to."""
+        return self.engine.facts.max_context_tokens
 
     def generate(self, choices: Sequence[Choice]) -> Generation:
         return Generation(self.engine, self.metrics, choices)

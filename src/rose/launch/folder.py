@@ -25,14 +25,10 @@ from typing import Any
 import msgspec
 
 from rose.config.load import write_resolved
-from rose.core import groups
 from rose.errors import ConfigError, Unavailable
-from rose.launch.rollouts import MemberEnded
 from rose.launch.settings import RunSettings
 from rose.observe.journal import Journal
-from rose.observe.records import Vocabulary
 
-VOCABULARY = Vocabulary([MemberEnded, groups.Draw, groups.Keep, groups.Drop, groups.StepGroups])
 _encoder = msgspec.json.Encoder()
 
 
@@ -47,7 +43,7 @@ class RunFolder:
         )  # fmt: skip
         self.weights.mkdir()
         write_resolved(settings, self.path)
-        self.journal = Journal(self.path / "journal.jsonl", VOCABULARY)
+        self.journal = Journal(self.path / "journal.jsonl")
         self._metrics = Lines(self.path / "metrics.jsonl")
         self._serving = Lines(self.path / "serving.jsonl")
 

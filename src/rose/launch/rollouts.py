@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
-from rose.core.groups import Draw, Drop, Groups, Keep, StepGroups
+from rose.core.groups import Draw, Drop, Groups, Keep, MemberEnded, StepGroups
 from rose.core.trajectory import Trajectory
 from rose.envs.base import EnvironmentFailed, Guarded, Patience
 from rose.envs.play import ChatFrame, Episode, Generate, TurnSampling, play_again
@@ -29,19 +29,6 @@ from rose.train.local import HELD_OUT_SEEDS, TRAINING_SEEDS
 Journalled = Callable[[object, list[object]], None]
 MAPS_PER_SEED = 1 << 20
 """So many maps belong to one seed of a run: runs of other seeds play on other maps."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberEnded:
-    """A fact for the journal: how one trajectory ended. A lost one has no reward."""
-
-    trajectory_id: str
-    group: int
-    member: int
-    reward: float
-    is_success: bool
-    turns: int
-    is_lost: bool = False
 
 
 @dataclass(slots=True)

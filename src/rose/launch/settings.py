@@ -127,7 +127,7 @@ class RolloutHeavySettings(RunSettings):
     profile: Literal["default", "rollout-heavy"] = setting("rollout-heavy", "which set of defaults")
     steps: int = setting(8, "steps of learning", minimum=1, maximum=1_000_000)
     environment: str = setting("frozenlake-plan", "what is played")
-    groups: GroupSettings = field(default_factory=lambda: GroupSettings(groups=4, size=64, train_size=8, draws_max=8))
+    groups: GroupSettings = field(default_factory=lambda: GroupSettings(groups=2, size=128, train_size=8, draws_max=6))
     evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(every_steps=0))
 
 

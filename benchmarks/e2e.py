@@ -35,12 +35,14 @@ BURN = "--burn"  # how this file is started as the other core's work
 COLUMNS = (
     "profile", "steps", "success_before", "success_after", "rollout_share", "rollout_speedup", "throughput_ratio",
     "throughput_ratio_low", "throughput_ratio_high", "ideal_ratio", "ratio_of_ideal", "serving_attainment",
-    "serving_attainment_alone", "control_cpu_ms_per_turn", "lost", "doubled",
+    "serving_attainment_alone", "control_cpu_ms_per_turn", "weight_sync_s", "cost_per_correct",
+    "cost_per_correct_fixed", "lost", "doubled",
 )  # fmt: skip
 OVERALL = (
     "rollout_share", "rollout_speedup", "rollout_speedup_low", "rollout_speedup_high", "throughput_ratio",
     "throughput_ratio_low", "throughput_ratio_high", "idle_share", "busy_speed", "ideal_ratio", "ratio_of_ideal",
-    "serving_attainment", "serving_attainment_alone", "control_cpu_ms_per_turn", "cpu_s_by_role",
+    "serving_attainment", "serving_attainment_alone", "control_cpu_ms_per_turn", "cpu_s_by_role", "weight_sync_s",
+    "cost_per_correct", "cost_per_correct_fixed",
 )  # fmt: skip
 
 

@@ -1,28 +1,35 @@
-"""What the control plane costs: CPU time of gateway and agent per turn, with many trajectories at once.
+"""What the gateway adds to a turn: time, and CPU time of the control plane; and how many turns a second it can take.
 
-A real gateway and a real dedicated worker, as processes. Nearly all the CPU time of the gateway's process and of the
-worker's front is control: HTTP, checking, placing, the connection between them, books; the worker's engine is a third
-process and is not counted, nor is the client.
-The client plays multi-turn trajectories over the token route: each turn's prompt is all that came before. CPU time is
-read from /proc before and after; `idle_cpu_ms_s` is what both take in a second in which nothing happens.
+Time: 50 trajectories at once on a worker stub that takes 500 ms per turn, asked directly and through the gateway, in
+turns within one run; `added_*_ms` is the difference of the percentiles. The stub is one process with two doors, so the
+difference is the gateway and the connection between the two. `turns_s_max` is the same with a stub that takes no time
+and a client that asks as fast as it is answered: gateway, stub and client share the cores of this machine.
+
+CPU: a real gateway and a real dedicated worker, playing multi-turn trajectories over the token route. Nearly all the
+CPU time of the gateway's process and of the worker's front is control: HTTP, checking, placing, the connection between
+them, books; the worker's engine is a third process and is not counted, nor is the client. It is read from /proc before
+and after; `idle_cpu_ms_s` is what both take in a second in which nothing happens.
+
+Everything is measured with the books in a ledger on disk, as they are when nothing may be lost; the row `in memory`
+says what that costs.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import os
 import random
-import signal
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import harness
+import numpy as np
+from doors.asking import ANSWER_TOKENS, Asking, ask_all
+from doors.processes import TOKENS, cpu_s, process, rose, stub
 
 from rose.envs.play import TurnSampling
 from rose.models.presets import write_preset
@@ -30,39 +37,117 @@ from rose.rollout.client import GatewayClient
 from rose.rollout.trainer_routes import BeginBody, FinishBody
 
 MODEL = "frozenlake-1m"
-TOKENS = {f"ROSE_{role}_TOKEN": f"a-token-of-{role}" for role in ("AGENT", "WORKER", "TRAINER")}
 VOCABULARY = 100
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+STUB_MS, STUB_TURNS = 500.0, 8
 COLUMNS = (
-    "case", "trajectories", "turns", "turn_tokens", "turns_s", "gateway_cpu_ms_per_turn", "agent_cpu_ms_per_turn",
+    "case", "trajectories", "turns", "turn_tokens", "turns_s", "direct_p50_ms", "direct_p99_ms", "gateway_p50_ms",
+    "gateway_p99_ms", "added_p50_ms", "added_p99_ms", "turns_s_max", "gateway_cpu_ms_per_turn", "agent_cpu_ms_per_turn",
     "control_cpu_ms_per_turn", "idle_cpu_ms_s",
 )  # fmt: skip
 
 
 def main() -> int:
     options = harness.parser(__doc__ or "")
-    options.add_argument("--concurrent", type=int, default=64, help="trajectories at once")
+    options.add_argument("--concurrent", type=int, default=64, help="trajectories at once, with the real worker (64)")
+    options.add_argument("--stub-concurrent", type=int, default=50, help="turns at once, with the stub (50)")
     arguments = options.parse_args()
     begun = harness.machine()
     rounds = 2 if arguments.quick else 6
     rows = []
     with tempfile.TemporaryDirectory() as place:
         model = write_preset(MODEL, Path(place) / MODEL, seed=0)
+        for case in ("stub", "stub, in memory"):
+            rows.append(_with_stub(case, model, arguments, rounds))
+        rows.append(_at_most(model, arguments))
         for case, turn_tokens in (("short turns", 8), ("long turns", 64)):
-            rows.append(_measure(case, model, arguments, rounds, turn_tokens))
+            rows.append(_with_worker(case, model, arguments, rounds, turn_tokens))
     harness.print_table(rows, COLUMNS)
+    overall = {
+        "added_p50_ms": rows[0]["added_p50_ms"],
+        "added_p99_ms": rows[0]["added_p99_ms"],
+        "control_cpu_ms_per_turn": max(row["control_cpu_ms_per_turn"] for row in rows[-2:]),
+        "turns_s_max": rows[2]["turns_s_max"],
+    }
     bars = [
-        harness.wanted(f"{row['case']}: control_cpu_ms_per_turn", row["control_cpu_ms_per_turn"], 1.5, at_most=True)
-        for row in rows
+        harness.wanted("added_p50_ms", overall["added_p50_ms"], 3, at_most=True),
+        harness.wanted("added_p99_ms", overall["added_p99_ms"], 15, at_most=True),
+        harness.wanted("control_cpu_ms_per_turn", overall["control_cpu_ms_per_turn"], 1.5, at_most=True),
     ]
-    worst = max(row["control_cpu_ms_per_turn"] for row in rows)
-    return harness.finish(arguments, "gateway", rows, bars, begun, control_cpu_ms_per_turn=worst)
+    return harness.finish(arguments, "gateway", rows, bars, begun, **overall)
 
 
-def _measure(case: str, model: Path, arguments: Any, rounds: int, turn_tokens: int) -> dict[str, Any]:
-    with _process("the gateway for", "gateway", str(model), "--port", "0") as (gateway, url):
-        worker = ("serve", "--lend", str(model), "--rollout-port", "0", "--gateway", url, "--worker-name", "worker")
-        with _process("is ready", *worker, "--kv-memory-mb", "256") as (front, _):
+def _gateway(model: Path, case: str) -> list[str]:
+    ledger = model.parent / f"{case.replace(' ', '-')}.ledger"
+    return rose("gateway", str(model), "--port", "0", *([] if "memory" in case else ["--ledger", str(ledger)]))
+
+
+def _with_stub(case: str, model: Path, arguments: argparse.Namespace, rounds: int) -> dict[str, Any]:
+    """Directly and through the gateway, one after the other, as often as there are rounds."""
+    taken_s: dict[str, list[float]] = {"direct": [], "gateway": []}
+    by_round: dict[str, list[dict[str, float]]] = {"direct": [], "gateway": []}
+    with process(_gateway(model, case), "ready at") as (gateway, url):
+        with process(stub(url, MODEL, STUB_MS), "ready at") as (_, stub_url):
+            urls = {"direct": stub_url, "gateway": url}
+            for number in range(rounds + 1):
+                for way in ("direct", "gateway") if number % 2 == 0 else ("gateway", "direct"):
+                    before_s = cpu_s(gateway.pid)
+                    found = _ask(urls[way], f"{case}-{way}-{number}", arguments, STUB_TURNS, STUB_MS / 1000)
+                    if number:  # the first round opens connections and fills caches
+                        taken_s[way] += found
+                        by_round[way].append(_percentiles(found) | {"cpu_s": cpu_s(gateway.pid) - before_s})
+    direct, through = _percentiles(taken_s["direct"]), _percentiles(taken_s["gateway"])
+    row: dict[str, Any] = {
+        "case": case,
+        "trajectories": arguments.stub_concurrent,
+        "turns": len(taken_s["gateway"]),
+        "turn_tokens": ANSWER_TOKENS,
+        "gateway_cpu_ms_per_turn": 1e3 * sum(r["cpu_s"] for r in by_round["gateway"]) / len(taken_s["gateway"]),
+    }
+    for name in ("p50_ms", "p99_ms"):
+        row |= {f"direct_{name}": direct[name], f"gateway_{name}": through[name]}
+        row[f"added_{name}"] = through[name] - direct[name]
+        spread = [late[name] - early[name] for early, late in zip(by_round["direct"], by_round["gateway"])]
+        row |= {f"added_{name}_low": min(spread), f"added_{name}_high": max(spread)}
+    return row
+
+
+def _at_most(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """How many turns a second, when the worker takes no time."""
+    turns = 20 if arguments.quick else 60
+    rates = []
+    with process(_gateway(model, "as fast as it can"), "ready at") as (gateway, url):
+        with process(stub(url, MODEL, 1), "ready at"):
+            for number in range(4):
+                before_s, began_s = cpu_s(gateway.pid), time.perf_counter()
+                asked = len(_ask(url, f"fast-{number}", arguments, turns, 0.0))
+                rates.append((asked / (time.perf_counter() - began_s), (cpu_s(gateway.pid) - before_s) / asked))
+    best = rates[1:]
+    return {
+        "case": "as fast as it can",
+        "trajectories": arguments.stub_concurrent,
+        "turns": arguments.stub_concurrent * turns * len(best),
+        "turn_tokens": ANSWER_TOKENS,
+        "turns_s_max": statistics.median(rate for rate, _ in best),
+        "gateway_cpu_ms_per_turn": 1e3 * statistics.median(cpu for _, cpu in best),
+    }
+
+
+def _ask(url: str, label: str, arguments: argparse.Namespace, turns: int, spread_s: float) -> list[float]:
+    token = TOKENS["ROSE_AGENT_TOKEN"]
+    asking = Asking(url, token, arguments.stub_concurrent, turns, spread_s, label, arguments.seed)
+    return asyncio.run(ask_all(asking))
+
+
+def _percentiles(taken_s: list[float]) -> dict[str, float]:
+    return {"p50_ms": 1e3 * float(np.percentile(taken_s, 50)), "p99_ms": 1e3 * float(np.percentile(taken_s, 99))}
+
+
+def _with_worker(
+    case: str, model: Path, arguments: argparse.Namespace, rounds: int, turn_tokens: int
+) -> dict[str, Any]:
+    with process(_gateway(model, case), "ready at") as (gateway, url):
+        worker = rose("serve", "--lend", str(model), "--rollout-port", "0", "--gateway", url, "--worker-name", "worker")
+        with process([*worker, "--kv-memory-mb", "256"], "is ready") as (front, _):
             client = _Client(url, arguments.concurrent, rounds, turn_tokens, arguments.seed)
             figures = asyncio.run(client.run(gateway.pid, front.pid))
     turns = figures["turns"]
@@ -131,29 +216,6 @@ class _Client:
 
     def _some(self, count: int) -> list[int]:
         return [self._random.randrange(VOCABULARY) for _ in range(count)]
-
-
-@contextmanager
-def _process(ready: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A `rose` command, from the line that says it is ready; with the address in that line."""
-    variables = os.environ | TOKENS | {"PYTHONPATH": str(harness.PROJECT / "src")}
-    process = subprocess.Popen([sys.executable, "-m", "rose", *words], stdout=subprocess.PIPE, text=True, env=variables)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if ready in line:
-                yield process, line.split()[-1].removesuffix("/v1")
-                return
-        raise SystemExit(f"`rose {words[0]}` did not start")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-
-
-def cpu_s(pid: int) -> float:
-    """User and system time of one process so far, its children not counted."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * TICK_S
 
 
 if __name__ == "__main__":

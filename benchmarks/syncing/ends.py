@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from deltas.updates import synthetic
 
+from rose.weights.codec import kernels
 from rose.weights.publish import Publisher
 from rose.weights.receive import Received, Receiver
 from rose.weights.relay.opening import Access, open_relay
@@ -185,6 +186,7 @@ class Engine:
 
 def warm_up() -> None:
     """Load what is compiled, which is done once in the life of a process."""
+    kernels.warm_up(to_encode=True)
     for method in ("ours", "coo", "full"):
         codec, base = codec_of(method), np.arange(100_000, dtype=np.uint16)
         new = base ^ (base % 7 == 0)

@@ -29,8 +29,11 @@ class Setting:
 def settings(quick: bool) -> list[Setting]:
     if quick:
         return [
-            Setting("tcp", LARGE, 1, LINKS_MBIT_S, 3, late_joiner=True, slow_full=True),
-            Setting("filesystem", LARGE, 1, (None,), 2),
+            Setting("tcp", LARGE, 1, LINKS_MBIT_S, 2, late_joiner=True, slow_full=True),
+            Setting("filesystem", SMALL, 1, (None,), 1),
+            Setting("mooncake", SMALL, 1, (None,), 1),
+            Setting("object", SMALL, 1, (None, 2000), 1),
+            Setting("tcp", SMALL, 8, (None,), 1),
         ]
     return [
         Setting("tcp", LARGE, 1, LINKS_MBIT_S, 5, late_joiner=True, slow_full=True),
@@ -41,6 +44,8 @@ def settings(quick: bool) -> list[Setting]:
         Setting("filesystem", LARGE, 2, (None,), 3),
         Setting("filesystem", SMALL, 8, (None,), 3),
         Setting("mooncake", LARGE, 1, (None,), 3),
+        Setting("object", SMALL, 8, LINKS_MBIT_S, 1),
+        Setting("object", LARGE, 2, LINKS_MBIT_S, 1),
     ]
 
 

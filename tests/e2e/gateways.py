@@ -12,8 +12,13 @@ from typing import Any
 from tests.e2e import devices
 from tests.e2e.devices import Answer, Device, eventually
 
-AGENT, WORKER, TRAINER = "an-agents-token", "a-workers-token", "a-trainers-token"
-TOKENS = {"ROSE_AGENT_TOKEN": AGENT, "ROSE_WORKER_TOKEN": WORKER, "ROSE_TRAINER_TOKEN": TRAINER}
+AGENT, WORKER, TRAINER, OPERATOR = "an-agents-token", "a-workers-token", "a-trainers-token", "an-operators-token"
+TOKENS = {
+    "ROSE_AGENT_TOKEN": AGENT,
+    "ROSE_WORKER_TOKEN": WORKER,
+    "ROSE_TRAINER_TOKEN": TRAINER,
+    "ROSE_OPERATOR_TOKEN": OPERATOR,
+}
 GENERATE = "/inference/v1/generate"
 
 

@@ -2,8 +2,9 @@
 
     python -m tests.e2e.sharded_trainer RANK RANKS TENSOR_PARALLEL FOLDER
 
-It trains two steps and publishes the weights before, between and after them. Every rank pushes what it holds and
-nothing else; the whole weights are gathered only to leave them in the folder, for the test to compare with.
+It trains two steps and publishes the sharded module before, between and after them, as any trainer would. Every rank
+pushes what it holds and nothing else; the whole weights are gathered only to leave them in the folder, for the test to
+compare with.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as distributed
-from tests.contract.chain_ends import Trainer
+from tests.contract.chain_ends import RUN, SECRET
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rose.core.versions import VersionId
 from rose.weights.chain import Patience
 from rose.weights.layouts import Rule, row_shards, tensor_parallel
+from rose.weights.publish import Publisher
 from rose.weights.relay.filesystem import FilesystemRelay
 from rose.weights.shards import Layout, Tensor
 
@@ -74,12 +76,6 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().contiguous().view(torch.uint16).numpy()
 
 
-def local_bits(model: nn.Module) -> dict[str, np.ndarray]:
-    """What this rank holds, without a copy from anybody else."""
-    shards = {name: bits(parameter.to_local()) for name, parameter in model.named_parameters()}
-    return {name: array for name, array in shards.items() if array.size}
-
-
 def leave_whole(model: nn.Module, path: Path, rank: int) -> None:
     whole = {name: bits(p.full_tensor()) for name, p in model.named_parameters() if isinstance(p, DTensor)}
     assert whole.keys() == {tensor.name for tensor in TENSORS}
@@ -87,37 +83,45 @@ def leave_whole(model: nn.Module, path: Path, rank: int) -> None:
         np.savez(path, **whole)
 
 
-def publish(trainer: Trainer, version: int, model: nn.Module, ranks: int) -> None:
-    """Push this rank's pieces; the first rank gathers the parts by way of the relay, and commits."""
-    trainer.is_broken = False
-    draft = trainer.push(version, local_bits(model), anchor=trainer.writer.newest is None)
-    if trainer.rank == 0:
-        draft.collect_parts(range(ranks))
-        draft.commit()
-    else:
-        draft.leave_part()
-    distributed.barrier()
-    trainer.writer.newest = VersionId(1, version)
+def publisher_of(model: nn.Module, folder: Path, rank: int, ranks: int, degree: int, optimizer: Any) -> Publisher:
+    """The first rank claims an epoch and tells the others."""
+
+    def made(epoch: int | None) -> Publisher:
+        return Publisher(
+            model,
+            FilesystemRelay(folder / "relay", durable=False),
+            run=RUN,
+            secret=SECRET,
+            optimizer=optimizer,
+            tensors=TENSORS,
+            layout=trainer_layout(ranks, degree),
+            workers=[tensor_parallel(TENSORS, RULES, other) for other in (1, 2, 3)],
+            rank=rank,
+            epoch=epoch,
+            patience=Patience(limit_s=60),
+        )
+
+    first = made(None) if rank == 0 else None
+    told = [first.epoch if first is not None else 0]
+    distributed.broadcast_object_list(told, src=0)
+    return first or made(told[0])
 
 
 def main(rank: int, ranks: int, degree: int, folder: Path) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     model = sharded_model(ranks, degree)
-    layout = trainer_layout(ranks, degree)
-    relay = FilesystemRelay(folder / "relay", durable=False)
-    workers = [tensor_parallel(TENSORS, RULES, other) for other in (1, 2, 3)]
-    options = {"tensors": TENSORS, "layout": layout, "workers": workers, "patience": Patience(limit_s=60)}
-    trainer = Trainer(relay, rank=rank, epoch=None if rank == 0 else 1, **options)
-    distributed.barrier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    publisher = publisher_of(model, folder, rank, ranks, degree, optimizer)
     for version in range(1, VERSIONS + 1):
-        publish(trainer, version, model, ranks)
+        publisher.publish(version)
         leave_whole(model, folder / f"whole-{version}.npz", rank)
         optimizer.zero_grad()
         # Ranks that share a model in parallel see the same tokens, or what they replicate would drift apart.
         model(torch.arange(8).reshape(2, 4) + rank // degree).float().square().mean().backward()
-        optimizer.step()
+        optimizer.step()  # waits until the version before has been read
+    publisher.wait()
+    publisher.close()
     distributed.destroy_process_group()
 
 

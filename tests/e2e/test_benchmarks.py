@@ -26,3 +26,27 @@ def test_the_engine_benchmark_writes_its_keys(tmp_path: Path) -> None:
         assert row["model_time_over_bare_gemms"] > 0 and 0 < row["bookkeeping_share"] < 1
         assert row["vllm_tok_s"] is not None or "venv-vllm" in row["vllm_reason"]
     assert {entry["what"] for entry in found["wanted"]} >= {"qwen3-3m, batch 16: ratio_transformers"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, options, keys",
+    [
+        ("router", ["--routers", "cost"], {"decision_us", "decision_us_p99", "books_us"}),
+        (
+            "schedule",
+            ["--setups", "8b", "--routers", "cost", "--likeness", "0.5", "--shrink", "32"],
+            {"completion_s", "turn_p99_s", "prefix_hit_ratio", "over_lower_bound", "borrow_gain", "attainment"},
+        ),
+    ],
+)
+def test_the_benchmarks_of_scheduling_write_their_keys(
+    tmp_path: Path, name: str, options: list[str], keys: set[str]
+) -> None:
+    out = tmp_path / f"{name}.json"
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", *options, "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert out.exists(), done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["benchmark"] == name and found["wanted"] and len(found["rows"]) == 3
+    assert all(keys <= row.keys() for row in found["rows"])

@@ -30,7 +30,7 @@ from rose.coserve.tenancy import SharedMemory
 from rose.engines.base import Budget, Request
 from rose.engines.embedded.engine import EmbeddedEngine
 from rose.engines.embedded.memory import block_bytes
-from rose.errors import RequestRefused
+from rose.errors import RequestRefused, Unavailable
 from rose.models.folder import served_spec
 from rose.models.presets import write_preset
 
@@ -82,7 +82,7 @@ class TenantsHold(RuleBasedStateMachine):
             request = dataclasses.replace(template, request_id=f"{side}{len(self.requests)}")
             try:
                 self.engines[side].add(request)
-            except RequestRefused:  # more wait than may, or it would never fit
+            except (RequestRefused, Unavailable):  # more wait than may, or it does not fit now
                 return
             self.requests[request.request_id], self.outputs[request.request_id] = request, Output()
 

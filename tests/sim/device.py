@@ -17,9 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from tests.sim.models import learnt
-from tests.sim.traffic import Traffic
-
 from rose.core.admission import Admission, LendingLimits, Mode
 from rose.core.breaches import Breach
 from rose.core.breaker import Breaker
@@ -32,7 +29,10 @@ from rose.coserve.tenancy import SharedMemory
 from rose.engines.base import Budget, Request, Sampling, TokenEvent
 from rose.engines.profiles import load_profile
 from rose.engines.simulated import SimulatedEngine
-from rose.errors import QueueFull, RequestRefused
+from rose.errors import QueueFull, RequestRefused, Unavailable
+from rose.sim.models import learnt
+from rose.sim.promises import Served, check_lent_step
+from rose.sim.traffic import Traffic
 
 STEP_TOKENS = 512
 SEQUENCES = 64
@@ -63,30 +63,6 @@ class World:
     breaks: bool = False  # with a circuit breaker
     pages: int = 0  # of KV memory that both sides share; 0 for plenty each
     trajectories: int = 32
-
-
-@dataclass(slots=True)
-class Served:
-    """One serving request, as its client sees it."""
-
-    request: Request
-    tokens: int = 0
-    first_token_s: float = 0.0
-    last_token_s: float = 0.0
-    lent_s: float = 0.0  # in front of its first token
-    lent_steps: int = 0
-    longest_gap_s: float = 0.0
-
-    @property
-    def ttft_s(self) -> float:
-        return self.first_token_s - self.request.arrival_s
-
-    @property
-    def tpot_s(self) -> float:
-        return (self.last_token_s - self.first_token_s) / max(1, self.tokens - 1)
-
-    def keeps(self, budgets: Budgets) -> bool:
-        return self.ttft_s <= budgets.ttft_s and self.tpot_s <= budgets.tpot_s
 
 
 @dataclass(slots=True)
@@ -198,7 +174,7 @@ class Device:
 
     def _run(self, step: NextStep) -> None:
         if step.side == "rollout":
-            self._check_promises(step)
+            check_lent_step(step, self.admission, self._here.values(), self.now_s)
         engine = self.lender.serving if step.side == "serving" else self.lender.rollout
         cost_s = engine.cost_s(step.plan)  # type: ignore[attr-defined]
         events = engine.step(step.plan)
@@ -213,24 +189,6 @@ class Device:
         self._note(breaches)
 
     # What must hold
-
-    def _check_promises(self, step: NextStep) -> None:
-        """At the start of a lent step, from what this simulation knows of the requests itself."""
-        grant, features = step.grant, step.plan.features
-        assert grant is not None
-        assert grant.is_open(self.now_s)
-        assert features.new_tokens <= grant.tokens
-        assert features.sequences <= grant.sequences
-        assert step.upper_s <= grant.step_s_max
-        if self.world.mode == "paper":
-            return
-        assert not self._here or self.world.mode == "decode", "idle mode beside serving's work"
-        assert all(served.tokens for served in self._here.values()), "a step beside a prompt that waits"
-        assert not self._here or not self.admission.is_latched(self.now_s)
-        end_s = self.now_s + step.upper_s
-        assert step.upper_s <= self.admission.block_s
-        share_s = self.world.budgets.slack_share * self.world.budgets.tpot_s
-        assert all(end_s <= served.last_token_s + share_s for served in self._here.values())
 
     def _check_accounts(self) -> None:
         ledger = self.lender.ledger
@@ -283,22 +241,14 @@ class Device:
         report.rollout_tokens += step.plan.features.new_tokens
         self._take_arrivals()
         for served in self._here.values():
-            if not served.tokens:
-                served.lent_s += self.now_s - max(begin_s, served.request.arrival_s)
-                served.lent_steps += 1
+            served.step_lent(begin_s, self.now_s)
 
     def _note(self, breaches: list[Breach]) -> None:
         self.report.breaches += breaches
 
     def _hear(self, events: list[TokenEvent]) -> None:
         for event in events:
-            served = self._here[event.request_id]
-            if not served.tokens:
-                served.first_token_s = self.now_s
-            else:
-                served.longest_gap_s = max(served.longest_gap_s, self.now_s - served.last_token_s)
-            served.tokens += len(event.token_ids)
-            served.last_token_s = self.now_s
+            self._here[event.request_id].token_made(len(event.token_ids), self.now_s)
             if event.finish_reason is not None:
                 self.report.served.append(self._here.pop(event.request_id))
 
@@ -311,7 +261,7 @@ class Device:
         sampling = Sampling(max_tokens=length, ignore_eos=True, seed=self._turns_begun)
         try:
             self.lender.rollout.add(Request(name, prompt_ids, sampling, tenant="rollouts"))
-        except RequestRefused:
+        except (RequestRefused, Unavailable):
             self._no_room.append((trajectory, turn, prompt_ids))
             return
         self._said[name] = prompt_ids

@@ -12,11 +12,11 @@ import time
 
 import pytest
 from tests.sim.device import Device, Report, World
-from tests.sim.traffic import Traffic
 
 from rose.core.slo import Budgets
+from rose.sim.traffic import Traffic
 
-SIMULATE_S = float(os.environ.get("ROSE_SIMULATE_S", "60"))
+SIMULATE_S = float(os.environ.get("ROSE_SIMULATE_S", "30"))
 SEEDS_MIN = 12
 SEEDS_KEPT = (9,)
 BURSTS = Traffic(30, burst=8.0, spikes=2)

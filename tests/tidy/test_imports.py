@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "rose"
 
 _INNER = ["errors", "clock", "core", "config", "observe", "models"]
 _DEVICE = [*_INNER, "engines", "coserve", "front"]
-_LAUNCH = [*_DEVICE, "load", "weights", "envs", "rollout", "train"]
+_LAUNCH = [*_DEVICE, "load", "weights", "envs", "rollout", "train", "cost"]
 
 # A part may import itself, `rose` (the version) and these.
 MAY_IMPORT = {
@@ -36,8 +36,10 @@ MAY_IMPORT = {
     "envs": _INNER,
     "rollout": [*_DEVICE, "weights", "envs"],
     "train": [*_INNER, "engines", "weights", "envs", "rollout"],
+    "cost": ["errors", "core", "config"],
+    "sim": [*_INNER, "engines", "coserve", "weights", "rollout"],
     "launch": _LAUNCH,
-    "cli": [*_LAUNCH, "launch"],
+    "cli": [*_LAUNCH, "sim", "launch"],
 }
 # What comes from outside: the core is pure, and nothing that serves loads torch or unpickles what it was sent.
 CORE_OUTSIDE = {"numpy"}

@@ -26,7 +26,9 @@ from rose.rollout.application import application
 from rose.rollout.gateway import Gateway, build_gateway
 from rose.rollout.roles import Tokens
 
-TOKENS = Tokens(agent="an-agents-token", worker="a-workers-token", trainer="a-trainers-token")
+TOKENS = Tokens(
+    agent="an-agents-token", worker="a-workers-token", trainer="a-trainers-token", operator="an-operators-token"
+)
 PATIENCE_S = 20.0
 
 
@@ -187,6 +189,7 @@ async def world(folder: ModelFolder, **changes: Any) -> AsyncIterator[World]:
             ticking.cancel()
             await found.close()
             await runner.cleanup()
+            gateway.books.ledger.close()
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

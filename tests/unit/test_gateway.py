@@ -156,7 +156,7 @@ def test_a_trajectory_stays_where_its_prefix_is(folder: ModelFolder) -> None:
         assert sum(ended) == 40 and all(count % 5 == 0 for count in ended)
         assert all(engine.facts.generated_tokens for engine in engines)
 
-    tell(folder, story)
+    tell(folder, story, router="sticky")
 
 
 def test_new_weights_reach_all_members_and_late_comers(folder: ModelFolder) -> None:

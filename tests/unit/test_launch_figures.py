@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.launch_lines import run_lines, served, step
 
+from rose.cost.settings import CostSettings
 from rose.launch.figures import attainment, compared, geometric_interval, ideal_ratio, percentile, summary_of, within
 
 
@@ -30,6 +31,30 @@ def test_a_comparison_is_by_pairs_of_neighbours():
 def test_time_counts_per_token():
     steps = [step(1, 0.0), step(2, 9.0, is_borrowed=False, rollout_s=4.0, generated_tokens=2400)]
     assert compared(steps)["rollout_speedup"] == 1.0
+
+
+def test_a_run_has_a_cost_of_a_correct_answer():
+    late = [served(103.0, ttft_ms=900.0), served(103.5), served(110.0)]
+    prices = CostSettings(breach_usd=1.0, dedicated_usd_per_hour=3600.0)
+    found = summary_of(run_lines(), late, prices, headroom_share=0.2)
+    bill, correct = found["cost"]["bill"], sum(16 + number for number in (1, 4, 5, 8))
+    assert bill["slo_risk"] == 1.0 and bill["headroom"] > 0
+    assert bill["dedicated_rollouts"] == pytest.approx(8.0), "four steps with the device, two seconds each"
+    assert found["cost_per_correct"] == pytest.approx(found["cost"]["total_usd"] / correct)
+    assert found["cost_per_correct_fixed"] == pytest.approx(4 * 5.1 / correct)
+    assert found["cost"]["is_consistent"] is True
+
+
+def test_the_device_knows_its_breaches_best():
+    lines = [*run_lines(), {"kind": "lending", "breaches": {"step": 9, "ttft": 2, "tpot": 1}}]
+    found = summary_of(lines, [served(103.0, ttft_ms=900.0)], CostSettings(breach_usd=1.0))
+    assert found["cost"]["bill"]["slo_risk"] == 3.0
+
+
+def test_how_a_run_learnt():
+    lines = [step(1, 0.0, logprob_gap_mean=0.01, staleness_max=1), step(2, 5.0, logprob_gap_mean=0.03, staleness_max=3)]
+    found = summary_of(lines, [])
+    assert (found["logprob_gap_mean"], found["staleness_max"], found["weight_sync_s"]) == (0.02, 3, 0.1)
 
 
 def test_without_both_kinds_of_steps_there_is_no_ratio():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from tests.unit.launch_lines import run_lines, served
+import pytest
+from tests.unit.launch_lines import run_lines, served, step
 
 from rose.launch.drawing import Picture, powers, round_up, steps
 from rose.launch.figures import summary_of
 from rose.launch.report import html_report
+from rose.launch.report_tables import usd_pair
 
 SETTINGS = "serving:\n  lend:\n    ttft_ms: 250.0\n    tpot_ms: 80.0\nname: <b>&\n"
 
@@ -36,6 +38,66 @@ def test_all_pictures_are_there_and_well_formed():
         ElementTree.fromstring(picture)
     assert "budget 250 ms" in found[2] and "budget 80 ms" in found[3]
     assert "dedicated died" in found[4]
+
+
+def test_headline_then_pictures_then_tables():
+    text = page(run_lines(), [served(100 + second / 2) for second in range(80)])
+    places = [
+        text.index(part) for part in ('class="tiles"', "<svg", "<h2>Cost per correct", "<h2>Figures", "Settings<")
+    ]
+    assert places == sorted(places)
+    tiles = re.findall(r'<div class="tile[^"]*"><b>(.*?)</b><span>(.*?)</span>', text)
+    assert tiles[0] == ("60.0%", "held-out success") and ("0", "lost or doubled") in tiles
+    assert ("x 1.65", "whole steps") in tiles and ("100.00%", "serving in budget") in tiles
+    assert "started again" in text and "trouble" not in text.partition("<body>")[2]
+
+
+def test_trouble_is_marked():
+    lines = [*run_lines(), {"kind": "balance", "begun": 9, "lost": 1, "doubled": 1, "differing": 0}]
+    assert '<div class="tile trouble"><b>2</b><span>lost or doubled</span>' in page(lines)
+
+
+def test_the_cost_is_there_with_its_factors_and_what_it_would_have_been():
+    text = page(run_lines())
+    for words in ("CPM x R x (1 + rho) / alpha", "as the total over the correct trajectories says", "at the margin"):
+        assert words in text
+    assert "measured, from the steps without the device" in text
+    assert "not measured, and not in the bill" in text, "lines of this run know nothing of bytes"
+    assert text.count('class="bar"') == 2
+
+
+def test_a_sum_that_does_not_add_up_is_said():
+    summary = {"name": "x"} | summary_of(run_lines(), [])
+    wrong = summary | {"cost": summary["cost"] | {"is_consistent": False}}
+    assert "NOT what the total" in html_report(wrong, run_lines(), [], SETTINGS)
+
+
+def test_without_a_correct_trajectory_there_is_a_bill():
+    lines = [line | ({"successes": 0} if line["kind"] == "step" else {}) for line in run_lines()]
+    text = page(lines)
+    assert "there is a bill and no cost of a correct answer" in text and "Three prices" in text
+
+
+def test_every_step_has_a_row_with_what_it_knows():
+    lines = run_lines(2, compare=False)
+    lines[-3:-3] = [step(3, 120.0, entropy=0.25, staleness_max=2, logprob_gap_mean=0.001, clipped_share=0.015)]
+    rows = re.findall(r"<tr><td>(\d+)</td>(.*?)</tr>", page(lines).partition("Every step")[2])
+    assert [number for number, _ in rows] == ["1", "2", "3"]
+    assert "<td>0.25</td><td>0.001</td>" in rows[2][1] and "<td>1.5%</td><td>2</td>" in rows[2][1]
+    assert "<td>-</td>" in rows[0][1], "an older run did not write it"
+
+
+@pytest.mark.parametrize(
+    "value, other, expected",
+    [
+        (0.5, 0.25, ("0.5", "0.25", "one correct answer")),
+        (2e-4, 1e-5, ("0.2", "0.01", "1,000 correct answers")),
+        (8.4e-7, 1.116e-6, ("0.84", "1.12", "a million correct answers")),
+        (0.0, 0.0, ("0", "0", "a million correct answers")),
+    ],
+)
+def test_money_is_shown_for_as_many_answers_as_make_it_readable(value, other, expected):
+    assert usd_pair(value, other) == expected
 
 
 def test_nothing_is_loaded_from_elsewhere_and_nothing_is_taken_for_markup():

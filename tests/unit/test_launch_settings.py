@@ -49,6 +49,8 @@ def test_a_rollout_heavy_step_has_at_least_256_trajectories():
         (["serving.device=gpu:0"], "cpu:0"),
         (["name=../../etc"], "first-try"),
         (["steps=many"], "whole number"),
+        (["weights.keep_versions=0"], "between 1 and"),
+        (["weights.relya=here"], "weights.relay"),
     ],
 )
 def test_what_is_refused_and_the_word_that_helps(overrides, word):

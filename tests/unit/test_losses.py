@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields
 
 import pytest
 import torch
 
+from rose.config.load import load_settings
 from rose.errors import ConfigError
-from rose.train.advantages import group_advantages
+from rose.models.presets import write_preset
+from rose.train.advantages import group_advantages, overlong_loss
 from rose.train.losses import LOSSES, Loss, ScoredTokens, by_sequence, by_token, compute_loss, find_loss
-from rose.train.settings import LossSettings
+from rose.train.model import CausalModel
+from rose.train.settings import LossSettings, TrainSettings, check_train
 
 GRPO = LossSettings(name="grpo", clip_low=0.2, clip_high=0.28)
 DAPO = LossSettings(name="dapo", clip_low=0.2, clip_high=0.28)
 
 
-def tokens(ratios, advantages, importance=None, weights=None, sequences=None):
-    """Tokens with the given new / old and old / rollout probabilities; the old probability is a half."""
+def tokens(ratios, advantages, importance=None, weights=None, sequences=None, reference=None):
+    """Tokens with the given new / old, old / rollout and reference / new probabilities; the old one is a half."""
     count = len(ratios)
     old = torch.full((count,), math.log(0.5), dtype=torch.float64)
     new = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
@@ -30,6 +33,7 @@ def tokens(ratios, advantages, importance=None, weights=None, sequences=None):
         advantages=torch.tensor(advantages, dtype=torch.float64),
         weights=torch.tensor(weights or [1.0 / count] * count, dtype=torch.float64),
         sequences=torch.tensor(sequences or [0] * count),
+        reference=None if reference is None else new.detach() + torch.tensor(reference, dtype=torch.float64).log(),
     )
 
 
@@ -83,46 +87,200 @@ def test_a_long_and_a_short_trajectory(name, expected):
     assert compute_loss(given, LossSettings(name=name)).value.item() == pytest.approx(expected)
 
 
-def test_parts_of_a_batch_add_up():
-    whole = tokens([1.1, 0.9, 1.4, 0.7], [1.0, -1.0, 0.5, -2.0])
-    parts = [
-        ScoredTokens(*(getattr(whole, name)[part] for name in ScoredTokens.__slots__))
-        for part in (slice(0, 1), slice(1, 4))
-    ]
-    added = sum(compute_loss(part, DAPO).value.item() for part in parts)
-    assert compute_loss(whole, DAPO).value.item() == pytest.approx(added)
+@pytest.mark.parametrize("name", LOSSES)
+def test_parts_of_a_batch_add_up(name):
+    whole = tokens([1.1, 0.9, 1.4, 0.7], [1.0, -1.0, 0.5, 0.5], sequences=[0, 1, 2, 2], reference=[1.0, 2.0, 0.5, 1.0])
+    settings = LossSettings(name=name, kl_beta=0.1)
+    added = sum(compute_loss(part, settings).value.item() for part in (_part(whole, 0, 1), _part(whole, 1, 4)))
+    assert compute_loss(whole, settings).value.item() == pytest.approx(added)
 
 
-def test_a_sequence_ratio_is_one_more_row(monkeypatch):
-    """GSPO: the geometric mean of a sequence's ratios stands for each of its tokens."""
-
-    def sequence_ratio(given: ScoredTokens) -> torch.Tensor:
-        difference = given.new - given.old
-        rows = int(given.sequences.max()) + 1
-        sums = torch.zeros(rows, dtype=difference.dtype).index_add(0, given.sequences, difference)
-        counts = torch.bincount(given.sequences, minlength=rows)
-        return (sums / counts).exp()[given.sequences]
-
-    row = replace(LOSSES["grpo"], ratio=sequence_ratio)
-    monkeypatch.setitem(LOSSES, "gspo", row)
-    given = tokens([1.21, 1.0, 0.9], [1.0, 1.0, 1.0], sequences=[0, 0, 1])
-    found = compute_loss(given, LossSettings(name="gspo"))
-    assert found.value.item() == pytest.approx(-(1.1 + 1.1 + 0.9) / 3)
+def _part(whole: ScoredTokens, begin: int, end: int) -> ScoredTokens:
+    found = {field.name: getattr(whole, field.name)[begin:end] for field in fields(whole)}
+    return ScoredTokens(**found | {"sequences": found["sequences"] - found["sequences"][0]})
 
 
-def test_a_weight_that_is_clipped_is_one_more_row(monkeypatch):
-    """CISPO: the ratio, clipped and without gradient, weighs the log-probability."""
+def test_gspo_by_hand():
+    """The geometric mean of a sequence's ratios stands for each of its tokens, and is clipped as one."""
+    # Sequence 0: sqrt(1.21 x 1) = 1.1, clipped to 1.05 where that is less; sequence 1: 0.9, clipped to 0.98 likewise.
+    settings = LossSettings(name="gspo", sequence_clip_low=0.02, sequence_clip_high=0.05)
+    weights = [1 / 4, 1 / 4, 1 / 2]
+    given = tokens([1.21, 1.0, 0.9], [2.0, 2.0, 1.0], sequences=[0, 0, 1], weights=weights)
+    found = compute_loss(given, settings)
+    assert found.value.item() == pytest.approx(-(1.05 * 2.0 + 0.9 * 1.0) / 2), "the mean over sequences"
+    assert found.clipped == 2, "both tokens of the first"
+    found.value.backward()
+    assert given.new.grad.tolist() == pytest.approx([0.0, 0.0, -0.9 / 2])
+    given = tokens([1.21, 1.0, 0.9], [-2.0, -2.0, -1.0], sequences=[0, 0, 1], weights=weights)
+    compute_loss(given, settings).value.backward()
+    # d(mean ratio)/d(new of a token) = ratio / 2 for each of the two, times the weight of both tokens.
+    assert given.new.grad.tolist() == pytest.approx([1.1 * 2 / 4, 1.1 * 2 / 4, 0.0])
 
-    def clipped_weight(ratio, given, clipping):
-        return ratio.detach().clamp(max=1 + clipping.high) * given.advantages * given.new
 
-    monkeypatch.setitem(LOSSES, "cispo", replace(LOSSES["dapo"], surrogate=clipped_weight))
-    given = tokens([2.0, 0.5], [1.0, 1.0])
-    compute_loss(given, LossSettings(name="cispo", clip_high=0.5)).value.backward()
-    assert given.new.grad.tolist() == pytest.approx([-1.5 / 2, -0.5 / 2]), "no token's gradient is cut off"
+def test_cispo_by_hand():
+    """The ratio is a weight without gradient; no token is cut off, however far it has gone."""
+    settings = LossSettings(name="cispo", weight_max=1.5)
+    given = tokens([2.0, 0.5, 2.0], [1.0, 1.0, -1.0])
+    found = compute_loss(given, settings)
+    logprobs = [math.log(0.5 * ratio) for ratio in (2.0, 0.5, 2.0)]
+    assert found.value.item() == pytest.approx(-(1.5 * logprobs[0] + 0.5 * logprobs[1] - 1.5 * logprobs[2]) / 3)
+    assert found.clipped == 1
+    found.value.backward()
+    assert given.new.grad.tolist() == pytest.approx([-1.5 / 3, -0.5 / 3, 1.5 / 3])
+
+
+def test_a_sequence_that_trainer_and_engine_see_too_differently_is_left_out():
+    # Geometric means of old / rollout: sqrt(4 x 1) = 2, sqrt(0.5 x 2) = 1, 0.4.
+    importance = [4.0, 1.0, 0.5, 2.0, 0.4]
+    given = tokens([1.0] * 5, [1.0] * 5, importance, weights=[1.0] * 5, sequences=[0, 0, 1, 1, 2])
+    settings = LossSettings(sequence_importance_min=0.5, sequence_importance_max=1.9, importance_max=1.5)
+    found = compute_loss(given, settings)
+    assert found.value.item() == pytest.approx(-(0.5 + 1.5)), "and what is kept is truncated by the token"
+    assert (found.left_out, found.truncated) == (3, 2)
+    found.value.backward()
+    assert given.new.grad.tolist() == pytest.approx([0.0, 0.0, -0.5, -1.5, 0.0])
+    assert compute_loss(given, LossSettings(sequence_importance_min=0.5)).left_out == 0, "0 keeps all"
+
+
+def test_divergence_from_the_reference_by_hand():
+    # r - log r - 1 with r = reference / new: 0 at 1, 1 - log 2 at 2, log 2 - 0.5 at a half.
+    given = tokens([1.0] * 3, [0.0] * 3, reference=[1.0, 2.0, 0.5])
+    found = compute_loss(given, LossSettings(kl_beta=0.3))
+    expected = (1 - math.log(2)) + (math.log(2) - 0.5)
+    assert found.reference_divergence_sum == pytest.approx(expected)
+    assert found.value.item() == pytest.approx(0.3 * expected / 3)
+    found.value.backward()
+    assert given.new.grad.tolist() == pytest.approx([0.0, 0.3 * (1 - 2) / 3, 0.3 * (1 - 0.5) / 3])
+
+
+def test_the_gap_between_trainer_and_engine():
+    found = compute_loss(tokens([1.0] * 3, [1.0] * 3, importance=[1.0, 2.0, 0.5]), DAPO)
+    assert found.gap_sum == pytest.approx(2 * math.log(2)) and found.gap_max == pytest.approx(math.log(2))
+    assert found.rollout_divergence_sum == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "tokens_written, expected", [(80, 0.0), (81, 0.025), (90, 0.25), (99, 0.475), (100, 0.5), (5000, 0.5)]
+)
+def test_reward_lost_by_writing_too_much(tokens_written, expected):
+    assert overlong_loss(tokens_written, 100, 20, penalty=0.5) == pytest.approx(expected)
+
+
+def test_limits_of_length():
+    assert overlong_loss(5000, 0, 0) == 0.0, "no limit"
+    assert (overlong_loss(99, 100, 0), overlong_loss(100, 100, 0), overlong_loss(101, 100, 0)) == (0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "overrides, word",
+    [
+        (["overlong_buffer_tokens=5"], "overlong_tokens"),
+        (["loss.sequence_importance_min=0.9", "loss.sequence_importance_max=0.5"], "every sequence"),
+    ],
+)
+def test_settings_that_do_not_go_together(overrides, word):
+    with pytest.raises(ConfigError, match=word):
+        check_train(load_settings(TrainSettings, overrides=overrides))
+
+
+def test_a_loss_is_one_of_the_table():
+    for name in LOSSES:
+        assert load_settings(LossSettings, overrides=[f"name={name}"]).name == name
+    with pytest.raises(ConfigError, match="one of grpo, dapo, gspo, cispo"):
+        load_settings(LossSettings, overrides=["name=ppo"])
 
 
 def test_an_unknown_loss_names_the_nearest():
     assert isinstance(find_loss("dapo"), Loss)
     with pytest.raises(ConfigError, match="did you mean grpo"):
         find_loss("gropo")
+
+
+# Against another trainer
+
+TRL_LOSSES = {
+    "grpo": {"loss_type": "grpo", "epsilon": 0.2},
+    "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
+    "gspo": {
+        "loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.05,
+    },
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
+}  # fmt: skip
+OURS = {"sequence_clip_low": 0.02, "sequence_clip_high": 0.05, "weight_max": 1.2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kl_beta", [0.0, 0.1])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_same_batch_has_the_value_that_trl_finds(tmp_path, name, kl_beta):
+    trl = pytest.importorskip("trl", reason="TRL is not installed: losses are not compared with it (pip install trl)")
+    batch = PaddedBatch(write_preset("frozenlake-1m", tmp_path / "model"))
+    expected = batch.loss_of_trl(trl, tmp_path, TRL_LOSSES[name] | {"beta": kl_beta})
+    settings = LossSettings(name=name, kl_beta=kl_beta, **OURS)
+    assert batch.loss(settings, LOSSES[name].weigh) == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+class PaddedBatch:
+    """Four answers of different lengths to one prompt, with older and reference log-probabilities made up."""
+
+    PROMPT, LENGTHS, ADVANTAGES = [10, 11, 12], [2, 5, 3, 5], [1.5, -0.5, 0.7, -1.7]
+
+    def __init__(self, folder):
+        self.folder, self.model = folder, CausalModel.load(folder)
+        generator = torch.Generator().manual_seed(7)
+        size = (len(self.LENGTHS), max(self.LENGTHS))
+        self.answers = torch.randint(20, 100, size, generator=generator)
+        self.mask = torch.arange(size[1])[None, :] < torch.tensor(self.LENGTHS)[:, None]
+        self.old_shift = torch.randn(size, generator=generator) * 0.2
+        self.reference_shift = torch.randn(size, generator=generator) * 0.5
+        prompt = torch.tensor([self.PROMPT] * size[0])
+        self.ids = torch.cat([prompt, torch.where(self.mask, self.answers, 0)], dim=1)
+        scored = torch.cat([torch.zeros_like(prompt, dtype=torch.bool), self.mask], dim=1)
+        self.new = self.model.logprobs(self.ids, scored)[0].detach()
+
+    def loss(self, settings, weigh):
+        rows = self.mask.nonzero()[:, 0]
+        given = ScoredTokens(
+            new=self.new,
+            old=self.new + self.old_shift[self.mask],
+            rollout=self.new + self.old_shift[self.mask],
+            advantages=torch.tensor(self.ADVANTAGES)[rows],
+            weights=torch.tensor(weigh(self.LENGTHS))[rows],
+            sequences=rows,
+            reference=self.new + self.reference_shift[self.mask] if settings.kl_beta else None,
+        )
+        return compute_loss(given, settings).value.item()
+
+    def loss_of_trl(self, trl, folder, settings):
+        from datasets import Dataset
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        rows = len(self.LENGTHS)
+        arguments = trl.GRPOConfig(
+            output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
+            per_device_train_batch_size=rows, num_generations=rows, **settings,
+        )  # fmt: skip
+        trainer = trl.GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(self.folder),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            train_dataset=Dataset.from_list([{"prompt": "x"}]),
+            args=arguments,
+        )
+        trainer.current_gradient_accumulation_steps = 1
+        return float(trainer._compute_loss(trainer.model.train(), self._inputs_of_trl()))
+
+    def _inputs_of_trl(self):
+        """Its log-probabilities are padded as its answers are."""
+        new = torch.zeros(self.mask.shape).masked_scatter(self.mask, self.new)
+        prompt = self.ids[:, : len(self.PROMPT)]
+        return {
+            "prompt_ids": prompt,
+            "prompt_mask": torch.ones_like(prompt),
+            "completion_ids": self.ids[:, len(self.PROMPT) :],
+            "completion_mask": self.mask.long(),
+            "advantages": torch.tensor(self.ADVANTAGES),
+            "old_per_token_logps": new + self.old_shift,
+            "ref_per_token_logps": new + self.reference_shift,
+            "num_items_in_batch": self.mask.sum(),
+        }

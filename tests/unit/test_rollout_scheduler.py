@@ -54,8 +54,10 @@ class Reader:
 class World:
     """A scheduler, its pool, and what each member was told."""
 
-    def __init__(self, waiting_max: int = 8, wait_s: float = 10.0, lease_s: float = 5.0) -> None:
-        self.pool = Pool(MODEL, lease_s)
+    def __init__(
+        self, waiting_max: int = 8, wait_s: float = 10.0, lease_s: float = 5.0, max_staleness: int = 0
+    ) -> None:
+        self.pool = Pool(MODEL, lease_s, max_staleness=max_staleness)
         self.scheduler = Scheduler(self.pool, waiting_max=waiting_max, wait_s=wait_s)
         self.told: dict[str, list[ToAgent]] = {}
         self.now_s = 0.0
@@ -66,7 +68,7 @@ class World:
         join = Join(name=name, context_tokens=512, **(known | changes))
         member = self.pool.join(join, told.append, self.now_s)
         self.pool.catch_up(member, self.now_s)
-        self.scheduler.place(self.now_s)
+        self.scheduler.changed(member, self.now_s)
         return member
 
     def submit(self, name: str, **more: Any) -> Reader:
@@ -101,7 +103,8 @@ def test_a_turn_runs_and_ends_once() -> None:
 
 @pytest.mark.parametrize("how", ["evicted", "refused", "lost", "expired"])
 def test_a_turn_that_is_taken_from_a_worker_goes_on_elsewhere_from_what_it_had(how: str) -> None:
-    world = World()
+    world = World(max_staleness=1)
+    world.pool.restore([NewVersion("0", "folder"), NewVersion("1", "folder")])
     first = world.join("a")
     reader = world.submit("t", affinity="trajectory")
     [turn] = world.turns("a")
@@ -109,6 +112,7 @@ def test_a_turn_that_is_taken_from_a_worker_goes_on_elsewhere_from_what_it_had(h
     world.says(first, piece(turn.ticket, 7, 8))
     if how == "evicted":
         first.gate_open = False
+        world.scheduler.changed(first, 0.0)
         world.says(first, piece(turn.ticket, 9, version="1", end="abort"))
     elif how == "refused":
         world.scheduler.heard_refused(first, Refused(turn.ticket, Fault("Unavailable", "the owner says no")), 0.0)
@@ -169,7 +173,7 @@ def test_cancelled_turns_are_forgotten_everywhere() -> None:
     world = World()
     member = world.join("a", seats=1)
     readers = [world.submit("runs"), world.submit("waits")]
-    world.scheduler.cancel(["runs", "waits", "unknown"])
+    world.scheduler.cancel(["runs", "waits", "unknown"], 0.0)
     assert isinstance(world.told["a"][-1], Cancel) and world.scheduler.waiting == world.scheduler.running == 0
     world.says(member, piece(1, 5, end="stop"))
     assert not any(reader.events or reader.errors for reader in readers)
@@ -179,7 +183,7 @@ def test_many_cancelled_turns_do_not_pile_up() -> None:
     world = World()
     for number in range(500):
         world.submit(str(number))
-        world.scheduler.cancel([str(number)])
+        world.scheduler.cancel([str(number)], 0.0)
     assert len(world.scheduler._queue) < 100
 
 
@@ -198,11 +202,12 @@ def test_turns_go_only_to_members_with_the_published_version() -> None:
     world = World()
     member = world.join("a")
     world.pool.publish(NewVersion("1", "folder"), 0.0)
+    world.scheduler.changed(member, 0.0)
     assert world.told["a"] == [NewVersion("1", "folder")]
     world.submit("t")
     assert world.turns("a") == []
     world.pool.version_ready(member, VersionReady("1"), 1.0)
-    world.scheduler.place(1.0)
+    world.scheduler.changed(member, 1.0)
     assert [turn.version for turn in world.turns("a")] == ["1"]
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from rose.engines.base import Sampling, TokenEvent
 from rose.errors import QueueFull, RequestRefused
-from rose.rollout.trajectories import Finish, KeptTurn, Session, Trajectories, branches
+from rose.rollout.branches import branches
+from rose.rollout.trajectories import Finish, KeptTurn, Session, Trajectories
 
 SAMPLING = Sampling(max_tokens=4)
 
@@ -91,6 +92,8 @@ def test_a_group_is_handed_out_once_it_is_complete_and_until_it_was_had() -> Non
     )
     assert kept.batch(1, 0) is batch, "its answer may have been lost"
     assert kept.batch(1, 1) is None and len(kept) == 0
+    with pytest.raises(RequestRefused, match="taken before"):
+        kept.batch(1, 0)
     assert kept.finish("a", Finish(1.0), 0.0).turn_count == 1, "a late repetition is still recognised"
     assert kept.finished == 2
 

@@ -1,4 +1,4 @@
-"""Stories of one placement each."""
+"""Stories of single placements, and of what a router remembers."""
 
 from __future__ import annotations
 
@@ -6,42 +6,219 @@ from dataclasses import replace
 
 import pytest
 
-from rose.core.router import Place, TurnView, Wait, WorkerView, choose
+from rose.core.router import ROUTER_KINDS, CostSettings, Place, Router, RouterKind, TurnView, Wait, WorkerView
+from rose.errors import ConfigError
 
 NOW_S = 100.0
-A = WorkerView("a", is_dedicated=True, is_open=True, turns=1, seats=4, tokens_held=100, kv_tokens=1000)
-B = replace(A, name="b", is_dedicated=False)
-TURN = TurnView(tokens_max=100)
+RATES = {"prefill_tok_s": 10_000.0, "decode_tok_s": 100.0}
+A = WorkerView("a", is_dedicated=True, seats=32, kv_tokens=100_000, **RATES)  # type: ignore[arg-type]
+B = replace(A, name="b")
+LENT = replace(A, name="lent", is_dedicated=False, slack_s=0.1)
+TURN = TurnView("t", "g", 1000, 100)
+
+
+def made(kind: RouterKind, *workers: WorkerView, turns: dict[str, int] | None = None) -> Router:
+    """A router with these workers, and so many short untracked turns on some of them."""
+    router = Router(kind)
+    for worker in workers:
+        router.put_worker(worker)
+    for name, count in (turns or {}).items():
+        for number in range(count):
+            router.placed(f"{name} {number}", TurnView("", None, 100, 100), name, 0.0)
+    return router
+
+
+def chosen(router: Router, turn: TurnView = TURN, now_s: float = NOW_S) -> str | None:
+    decision = router.choose(turn, now_s)
+    return decision.worker if isinstance(decision, Place) else None
+
+
+def play(router: Router, trajectory: str, worker: str, tokens: int, group: str | None = None) -> None:
+    """One turn of so many tokens, begun and ended."""
+    router.placed(trajectory, TurnView(trajectory, group, tokens, 100), worker, NOW_S - 2)
+    router.ended(trajectory, "ended", 10, NOW_S - 1)
+
+
+@pytest.mark.parametrize("kind", ROUTER_KINDS)
+@pytest.mark.parametrize(
+    "story, workers, turns, worker",
+    [
+        ("dedicated before borrowed on a tie", [LENT, A], {}, "a"),
+        ("then by name", [B, A], {}, "a"),
+        ("a closed worker is left alone", [replace(A, is_open=False), B], {"b": 3}, "b"),
+        ("so is one that just refused", [replace(A, closed_until_s=NOW_S + 1), B], {"b": 3}, "b"),
+        ("until the time it asked for", [replace(A, closed_until_s=NOW_S), LENT], {}, "a"),
+        ("and one whose gate has been shut for long", [LENT, replace(LENT, name="k", gated_since_s=90.0)], {}, "lent"),
+        ("a worker without a seat left takes nothing", [replace(A, seats=1), B], {"a": 1}, "b"),
+        ("nobody", [], {}, None),
+        ("all full", [replace(A, seats=1)], {"a": 1}, None),
+    ],
+)
+def test_whatever_the_rule(
+    kind: RouterKind, story: str, workers: list[WorkerView], turns: dict[str, int], worker: str | None
+) -> None:
+    assert chosen(made(kind, *workers, turns=turns)) == worker, story
+
+
+@pytest.mark.parametrize("kind", ["cost", "least", "sticky"])
+def test_room_is_memory(kind: RouterKind) -> None:
+    small, large = replace(A, kv_tokens=1000), replace(B, kv_tokens=2000)
+    router = made(kind, small, large, turns={"a": 1, "b": 1})
+    assert chosen(router, TurnView("", None, 900, 100)) == "b"
+    assert chosen(router, TurnView("", None, 9000, 100)) is None, "nobody has room beside what runs"
+
+
+@pytest.mark.parametrize("kind", ROUTER_KINDS)
+def test_an_idle_worker_takes_any_length(kind: RouterKind) -> None:
+    assert chosen(made(kind, A), TurnView("t", None, 999_999, 1)) == "a"
+
+
+@pytest.mark.parametrize("kind", ["cost", "paper", "sticky"])
+def test_the_worker_with_the_prefix_though_it_is_busier(kind: RouterKind) -> None:
+    router = made(kind, A, B, turns={"b": 3})
+    play(router, "t", "b", 20_000)
+    assert chosen(router, TurnView("t", None, 20_100, 100)) == "b"
+
+
+def test_least_does_not_care_for_prefixes() -> None:
+    router = made("least", A, B, turns={"b": 3})
+    play(router, "t", "b", 20_000)
+    assert chosen(router, TurnView("t", None, 20_100, 100)) == "a"
+
+
+def test_sticky_waits_for_its_worker_and_says_so() -> None:
+    router = made("sticky", A, replace(B, seats=2), turns={"b": 1})
+    play(router, "t", "b", 500)
+    router.placed("more", TurnView("", None, 10, 10), "b", NOW_S)
+    decision = router.choose(TurnView("t", None, 600, 10), NOW_S)
+    assert isinstance(decision, Wait) and not decision.is_for_all and "`b`" in decision.reason
+    router.remove_worker("b")
+    assert chosen(router, TurnView("t", None, 600, 10)) == "a"
+
+
+def test_the_paper_fills_dedicated_workers_to_sixteen_before_it_borrows() -> None:
+    router = made("paper", A, LENT, turns={"a": 15})
+    assert chosen(router) == "a"
+    router.placed("one more", TURN, "a", NOW_S)
+    assert chosen(router, TurnView("other", None, 10, 10)) == "lent"
+    router.put_worker(replace(LENT, slack_s=0.0))
+    decision = router.choose(TurnView("other", None, 10, 10), NOW_S)
+    assert isinstance(decision, Place) and decision.reason == "the least loaded"
+
+
+def test_cost_spreads_where_the_paper_piles_up() -> None:
+    assert chosen(made("cost", A, LENT, turns={"a": 12})) == "lent"
+
+
+def test_what_is_said_of_the_last_worker_is_believed_once() -> None:
+    router = made("cost", A, B)
+    assert chosen(router, TurnView("t", None, 20_000, 10, last_worker="b")) == "b"
+    play(router, "t", "a", 20_000)
+    assert chosen(router, TurnView("t", None, 20_010, 10, last_worker="b")) == "a"
+
+
+def test_new_weights_and_a_new_life_empty_the_cache() -> None:
+    router = made("cost", A, B, turns={"b": 3})
+    play(router, "t", "b", 20_000)
+    assert chosen(router, TurnView("t", None, 20_010, 10)) == "b"
+    router.put_worker(replace(B, version="2"))
+    assert chosen(router, TurnView("t", None, 20_010, 10)) == "a"
+    play(router, "u", "b", 20_000)
+    router.remove_worker("b")
+    router.put_worker(B)
+    assert chosen(router, TurnView("u", None, 20_010, 10)) == "a"
+
+
+def test_an_evicted_or_lost_turn_leaves_no_prefix() -> None:
+    for outcome in ("evicted", "lost"):
+        router = made("cost", A, B)
+        router.placed("1", TurnView("t", None, 20_000, 100), "b", NOW_S)
+        router.ended("1", outcome, 5, NOW_S + 1)  # type: ignore[arg-type]
+        assert chosen(router, TurnView("t", None, 20_005, 95), NOW_S + 1) == "a"
+
+
+def test_a_worker_that_is_often_reclaimed_is_avoided_and_forgiven() -> None:
+    other = replace(LENT, name="mine")
+    router = made("cost", LENT, other)
+    for number in range(20):
+        router.placed(f"{number}", TURN, "lent", NOW_S)
+        router.ended(f"{number}", "evicted", 0, NOW_S + 1)
+        router.finished("t", "g", 0, 0)
+    busy = TurnView("", None, 3000, 100)
+    router.placed("there", TurnView("", None, 2000, 100), "mine", NOW_S + 1)
+    assert chosen(router, busy, NOW_S + 2) == "mine", "busier, but it stays"
+    assert chosen(router, busy, NOW_S + 3600) == "lent", "an hour later it is like any other"
+
+
+def test_a_worker_that_takes_longer_than_it_says_is_found_out() -> None:
+    router = made("cost", A, B)
+    for number in range(30):
+        router.placed(f"{number}", TurnView("", None, 1000, 100), "a", NOW_S)
+        router.ended(f"{number}", "ended", 100, NOW_S + 20)
+    assert chosen(router, TurnView("", None, 1000, 100), NOW_S + 21) == "b"
+
+
+def test_trajectories_that_begin_wait_while_all_memory_is_promised() -> None:
+    router = made("cost", replace(A, kv_tokens=10_000))
+    play(router, "old", "a", 8500)
+    router.placed("now", TurnView("", None, 100, 10), "a", NOW_S)
+    decision = router.choose(TurnView("new", None, 1000, 100), NOW_S)
+    assert isinstance(decision, Wait) and not decision.is_for_all and "promised" in decision.reason
+    assert chosen(router, TurnView("old", None, 9000, 100)) == "a", "but the one that has its prefix there goes on"
+    router.ended("now", "ended", 10, NOW_S)
+    empty_s = NOW_S + CostSettings().empty_s
+    assert chosen(router, TurnView("new", None, 1000, 100), empty_s - 0.1) is None
+    assert chosen(router, TurnView("new", None, 1000, 100), empty_s + 0.1) == "a", "a worker does not wait for ever"
+    router.finished("old", None, 1, 10)
+    assert chosen(router, TurnView("new", None, 1000, 100)) == "a"
+
+
+def test_those_who_have_begun_go_first_and_the_longest_before_the_others() -> None:
+    router = made("cost", A)
+    for number in range(40):
+        long = number % 2
+        router.finished(f"{number}", f"group {number // 4 * 2 + long}", 10, 4000 if long else 200)
+    play(router, "begun", "a", 1000, "group 0")
+    turns = [TurnView(name, group, 1000, 10) for name, group in (("new", "group 0"), ("long", "group 1"))]
+    ranked = sorted([*turns, TurnView("begun", "group 0", 1000, 10)], key=router.rank)
+    assert [turn.trajectory for turn in ranked] == ["begun", "long", "new"]
+    assert {made("paper", A).rank(turn) for turn in turns} == {0.0}
+
+
+def test_turns_leave_a_shut_gate_once_waiting_has_cost_as_much() -> None:
+    router = made("cost", A, LENT)
+    long, short = TurnView("long", None, 40_000, 100), TurnView("short", None, 100, 100)
+    router.placed("1", long, "lent", 50.0)
+    router.placed("2", short, "lent", 50.0)
+    router.put_worker(replace(LENT, gated_since_s=NOW_S))
+    assert router.strays(NOW_S + 1.9) == []
+    assert [stray.turn_id for stray in router.strays(NOW_S + 2.1)] == ["2"]
+    assert [stray.turn_id for stray in router.strays(NOW_S + 4.5)] == ["1", "2"]
+    router.remove_worker("a")
+    assert router.strays(NOW_S + 60) == [], "there is nowhere to go"
+
+
+def test_the_word_of_a_worker_that_left_counts_no_more() -> None:
+    router = made("cost", A)
+    router.placed("1", TURN, "a", NOW_S)
+    router.remove_worker("a")
+    router.put_worker(replace(A, seats=1))
+    router.ended("1", "lost", 0, NOW_S)
+    assert chosen(router) == "a"
+    router.placed("2", TURN, "a", NOW_S)
+    assert chosen(router, TurnView("u", None, 10, 10)) is None
 
 
 @pytest.mark.parametrize(
-    "story, turn, workers, worker",
-    [
-        ("dedicated before borrowed on a tie", TURN, [B, A], "a"),
-        ("the least loaded", TURN, [replace(A, turns=3), B], "b"),
-        ("load is by seats", TURN, [replace(A, turns=3, seats=64), B], "a"),
-        ("the holder of the prefix, though it is busier", TurnView(100, "a"), [replace(A, turns=3), B], "a"),
-        ("not if the holder is full", TurnView(100, "a"), [replace(A, turns=4), B], "b"),
-        ("nor if its memory is", TurnView(901, "a"), [A, replace(B, kv_tokens=2000)], "b"),
-        ("an idle worker takes any length", TurnView(5000), [replace(A, turns=0, tokens_held=0), B], "a"),
-        ("a closed gate is left alone", TURN, [replace(A, is_open=False), B], "b"),
-        ("so is one that just refused", TURN, [replace(A, closed_until_s=NOW_S + 1), B], "b"),
-        ("until the time it asked for", TURN, [replace(A, closed_until_s=NOW_S), replace(B, turns=2)], "a"),
-    ],
+    "workers, words", [([], "no worker has joined"), ([replace(A, is_open=False)], "takes turns"), ([A], "full")]
 )
-def test_who_takes_it(story: str, turn: TurnView, workers: list[WorkerView], worker: str) -> None:
-    decision = choose(turn, workers, NOW_S)
-    assert isinstance(decision, Place) and decision.worker == worker, story
-
-
-@pytest.mark.parametrize(
-    "workers, words",
-    [
-        ([], "no worker"),
-        ([replace(A, is_open=False)], "takes turns"),
-        ([replace(A, turns=4), replace(B, turns=9)], "full"),
-    ],
-)
-def test_when_nobody_can_it_waits_and_says_why(workers: list[WorkerView], words: str) -> None:
-    decision = choose(TURN, workers, NOW_S)
+def test_waiting_says_why(workers: list[WorkerView], words: str) -> None:
+    turns = {"a": A.seats} if words == "full" else {}
+    decision = made("cost", *workers, turns=turns).choose(TURN, NOW_S)
     assert isinstance(decision, Wait) and words in decision.reason
+
+
+def test_an_unknown_router_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(ConfigError, match="quick") as caught:
+        Router("quick")  # type: ignore[arg-type]
+    assert "sticky" in str(caught.value)

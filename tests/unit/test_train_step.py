@@ -16,6 +16,7 @@ from rose.models.presets import write_preset
 from rose.train.batch import Sample, micro_batches
 from rose.train.guards import SpikeGuard, StarvationGuard
 from rose.train.model import CausalModel, use_threads
+from rose.train.reporting import staleness
 from rose.train.settings import LossSettings, TrainSettings
 from rose.train.step import Snapshot, Trainer, TrainingStarved
 
@@ -69,7 +70,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo", "cispo"])
 @pytest.mark.parametrize("updates", [1, 3])
 def test_what_was_rewarded_becomes_likelier(folder, loss, updates):
     settings = TrainSettings(updates=updates, warm_up_steps=0, spike_factor=1e9, loss=LossSettings(name=loss))
@@ -92,6 +93,68 @@ def test_the_report_of_a_step(folder):
     assert report.learning_rate == pytest.approx(1e-3 / 4)
     assert report.importance_mean == pytest.approx(1.0, abs=1e-4) and report.truncated_share == 0.0
     assert 0 < report.gradient_norm < 100 and report.entropy == pytest.approx(math.log(110), abs=0.2)
+
+
+def test_how_far_apart_engine_and_trainer_are_and_how_stale(folder):
+    trainer = Trainer(CausalModel.load(folder))
+    good, bad = on_policy(trainer)
+    moved = tuple(value + 0.5 * is_own for value, is_own in zip(bad.logprobs, bad.loss_mask))
+    versions = ("",) * 4 + ("4-aa", "4-aa", "6-bb", "6-bb")
+    report = trainer.learn([[good, replace(bad, logprobs=moved, versions=versions)]], version="7-cc")
+    assert report.logprob_gap_mean == pytest.approx(4 * 0.5 / 7, abs=1e-3)
+    assert report.logprob_gap_max == pytest.approx(0.5, abs=1e-3)
+    assert report.rollout_kl == pytest.approx(4 * (math.exp(-0.5) + 0.5 - 1) / 7, abs=1e-3)
+    assert (report.staleness_max, report.staleness_mean) == (7, pytest.approx((3 * 7 + 2 * 3 + 2 * 1) / 7))
+
+
+@pytest.mark.parametrize(
+    "written, version, expected",
+    [
+        ({"3": 10}, None, (0.0, 0)),
+        ({"3": 10, "5": 10}, None, (1.0, 2)),
+        ({"3": 30, "5": 10}, "5", (1.5, 2)),
+        ({"6": 1}, "5", (0.0, 0)),
+        ({"nightly": 3}, "5", (None, None)),
+        ({}, "5", (None, None)),
+    ],
+)
+def test_staleness(written, version, expected):
+    assert staleness(written, version) == expected
+
+
+def test_a_sequence_far_from_what_the_engine_saw_is_left_out(folder):
+    settings = TrainSettings(loss=LossSettings(sequence_importance_min=0.5, sequence_importance_max=2.0))
+    trainer = Trainer(CausalModel.load(folder), settings)
+    good, bad = on_policy(trainer)
+    report = trainer.learn([[good, replace(bad, logprobs=tuple(2.0 * value for value in bad.logprobs))]])
+    assert report.left_out_share == pytest.approx(4 / 7) and report.verdict == "updated"
+
+
+def test_a_loss_that_looks_at_the_reference_stays_nearer(folder):
+    away = {}
+    for beta in (1e-6, 1.0):
+        settings = TrainSettings(warm_up_steps=0, learning_rate=1e-3, loss=LossSettings(kl_beta=beta))
+        trainer = Trainer(CausalModel.load(folder), settings)
+        first = trainer.learn([on_policy(trainer)])
+        assert first.reference_kl == pytest.approx(0.0, abs=1e-6), "it is where it began"
+        for _ in range(6):
+            report = trainer.learn([on_policy(trainer)])
+        away[beta] = report.reference_kl
+    assert 0 < away[1.0] < away[1e-6] / 2
+
+
+def test_without_a_reference_no_second_model_is_kept(folder):
+    assert Trainer(CausalModel.load(folder)).reference is None
+
+
+def test_a_trajectory_that_wrote_too_much_loses_reward(folder):
+    settings = TrainSettings(overlong_tokens=4, overlong_buffer_tokens=2, warm_up_steps=0)
+    trainer = Trainer(CausalModel.load(folder), settings)
+    short, long = (replace(member, reward=1.0) for member in on_policy(trainer))
+    before = logprob_of(trainer.model, BAD)
+    report = trainer.learn([[short, long]])
+    assert (report.verdict, report.trajectories_overlong) == ("updated", 2), "alike in reward, not in length"
+    assert logprob_of(trainer.model, BAD) < before
 
 
 def test_rollouts_that_the_trainer_finds_far_likelier_are_truncated(folder):

@@ -21,6 +21,7 @@ from rose.weights.live import LiveTensors
 from rose.weights.manifest import Fenced
 from rose.weights.metrics import PublishMetrics
 from rose.weights.publish import Publisher
+from rose.weights.receive import Receiver
 from rose.weights.relay.memory import MemoryRelay
 from rose.weights.shards import LayoutError, Tensor
 
@@ -288,12 +289,27 @@ def test_versions_go_up_and_models_stay_the_same():
         ({"a": np.zeros(3, np.int64)}, "int64"),
         ({"a": torch.zeros(3, dtype=torch.long)}, "int64"),
         ([1, 2], "holds no weights"),
-        ({"a": torch.tensor(1.0)}, "no dimensions"),
     ],
 )
 def test_what_cannot_be_published_is_said_at_once(source, words):
     with pytest.raises(ConfigError, match=words):
         Publisher(source, MemoryRelay(), **OPTIONS)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.float32], ids=["torch", "numpy"])
+@pytest.mark.parametrize("dtype", ["BF16", None])
+def test_a_single_number_is_a_tensor_too(make, dtype):
+    single = make(1.0) if make is torch.tensor else np.array(1.0, make)
+    relay, weights = MemoryRelay(), {"scale": single, "up": np.ones((3, 2), np.float32)}
+    receiver = Receiver(relay, RUN, secret=SECRET, patience=QUICK)
+    with Publisher(weights, relay, dtype=dtype, **OPTIONS) as publisher:
+        for version in (1, 2, 3):
+            single += 1
+            publisher.publish(version).result()
+            received = receiver.fetch()
+            found = received.tensors["scale"]
+            assert found.shape == () and found == (to_bf16(np.array(version + 1.0)) if dtype else version + 1)
+            receiver.installed(received)
 
 
 def test_a_run_needs_a_secret(monkeypatch, tmp_path):

@@ -84,6 +84,7 @@ def examine() -> Iterator[Finding]:
     yield compile_cache()
     yield engine()
     yield dependency("transformers", False, "make venv (the tests compare with it)")
+    yield dependency("alfworld", False, "pip install 'rose-rl[alfworld]' (for that task alone)")
     yield vllm_environment()
     yield browser()
 

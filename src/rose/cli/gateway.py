@@ -7,11 +7,19 @@ import sys
 from pathlib import Path
 
 from rose.cli.options import add_settings_options, say, settings_of
+from rose.core.router import ROUTER_KINDS
 
 SUMMARY = "one door for agents, environments and trainers, with all rollout workers behind it"
 
 # Flags that are shorter names of settings.
-FLAGS = {"host": "host", "port": "port", "name": "model_name", "wait_s": "wait_s"}
+FLAGS = {
+    "host": "host",
+    "port": "port",
+    "name": "model_name",
+    "wait_s": "wait_s",
+    "ledger": "ledger",
+    "router": "router",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="TCP port; 0 takes a free one (8002)")
     parser.add_argument("--name", help="the name of the rollout model (the folder's)")
     parser.add_argument("--wait-s", type=float, metavar="S", help="longest a turn waits for a worker (30)")
+    parser.add_argument("--ledger", metavar="FILE", help="keep trajectories there, through crashes (in memory)")
+    parser.add_argument("--router", choices=ROUTER_KINDS, help="how a worker is chosen for a turn (cost)")
     add_settings_options(parser)
 
 

@@ -12,6 +12,7 @@ import os
 from typing import Any
 from urllib import error, request
 
+from rose.cli import lend_vllm
 from rose.errors import ConfigError, RequestRefused, Unavailable
 
 SUMMARY = "the owner's controls of a lent device: status, pause, resume, drain, dry-run, limits"
@@ -23,6 +24,7 @@ ACTIONS = {
     "dry-run": "lend nothing, and add up what lending would give; `status` shows it",
     "limits": "the most memory and time rollouts may have: --memory 0.5 --compute 0.3",
     "token": "print the token that rollout clients need",
+    "vllm": "start and keep a rollout engine beside a running `vllm serve`",
 }
 ANSWER_S = 10.0
 
@@ -37,9 +39,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compute", type=float, metavar="SHARE", help="with limits: share of the time, 0 to 1")
     parser.add_argument("--remove", action="store_true", help="with drain: drop the rollout model's weights too")
     parser.add_argument("--json", action="store_true", help="print the status as JSON")
+    lend_vllm.configure(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.action == "vllm":
+        return lend_vllm.run(arguments)
     if arguments.action == "token":
         print(_card(arguments.url).rollout_token)
         return 0

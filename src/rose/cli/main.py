@@ -28,6 +28,8 @@ COMMANDS = {
     "model": "make and inspect model folders",
     "doctor": "say what this machine can run, and how to get what is missing",
     "journal": "read a journal of facts and decisions",
+    "runs": "past runs: list them, show one, compare several",
+    "sim": "simulate a rollout cluster with crashes, partitions and reclaimed devices, and check what must always hold",
 }
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells expect

@@ -43,6 +43,9 @@ class FrontSettings:
     shutdown_s: float = setting(
         10.0, "longest wait for running requests when the device stops", minimum=0, maximum=3600
     )
+    tool_parser: Literal["hermes", "text"] = setting(
+        "hermes", "how tool calls are read: <tool_call> blocks as in Hermes and Qwen, or left as text"
+    )
 
 
 @dataclass(frozen=True, slots=True)

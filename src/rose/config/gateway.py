@@ -8,6 +8,7 @@ wait_s: 30
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rose.config.device import FrontSettings
 from rose.config.schema import setting
@@ -24,3 +25,7 @@ class GatewaySettings(FrontSettings):
     beat_s: float = setting(1.0, "how often workers say how they are", minimum=0.05, maximum=600)
     max_trajectories: int = setting(100_000, "most trajectories held at once; beyond it the answer is 429", minimum=1)
     idle_s: float = setting(3600.0, "a trajectory nobody touches for this long is forgotten", minimum=1)
+    ledger: str | None = setting(None, "file that keeps trajectories when the gateway dies; null keeps them in memory")
+    router: Literal["cost", "paper", "least", "sticky"] = setting("cost", "how a worker is chosen for a turn")
+    max_staleness: int = setting(0, "versions of the weights that a worker may be behind", minimum=0, maximum=1000)
+    gated_s: float = setting(1.0, "a turn whose worker's gate is shut for longer goes on elsewhere", minimum=0)

@@ -87,6 +87,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     cached_tokens: int | None = None
+    workers: tuple[str, ...] = ()  # of a pool, those that made these tokens; one engine does not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,29 +3,38 @@
     reset(seed) -> what the agent sees first
     step(action text) -> what it sees next, the reward of this step, whether the episode is over
 
-The same seed and the same actions give the same episode. An environment is a foreign program: it may be slow, raise
-or hang. `Guarded` stands between it and the loop that plays: a call runs apart from the event loop, with a
-time-out; what goes wrong becomes `EnvironmentFailed`, and a failed reset is tried again on a fresh environment. A
-failed step is not: nobody knows what state it left, so the caller plays the episode anew or gives it up.
+The same seed and the same actions give the same episode. An environment is a foreign program: it may be slow, raise,
+hang, or answer with nonsense. `Guarded` stands between it and the loop that plays: a call runs apart from the event
+loop, with a time-out; what it answers is looked at before anybody learns from it (text that is text, a reward that is a
+number); what goes wrong becomes `EnvironmentFailed`, and a failed reset is tried again on a fresh environment. A failed
+step is not: nobody knows what state it left, so the caller plays the episode anew or gives it up.
 
 A thread that hangs cannot be stopped, only left behind. It does not keep the process from ending, and too many of
-them are an error of their own. An environment that computes for microseconds says so (`is_quick`) and is called in
-place.
+them are an error of their own. While a call runs, nobody else touches its environment: one that was left behind is
+closed by its own thread, if that ever comes back. An environment that computes for microseconds says so (`is_quick`)
+and is called in place. Making one must be quick: what takes time belongs into `reset`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import numbers
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from rose.errors import RoseError, Unavailable
+import numpy as np
+
+from rose.errors import ConfigError, RoseError, Unavailable
 
 HUNG_THREADS_MAX = 64
 """A hung call costs a thread for ever; an environment that hangs this often is broken, not slow."""
+
+OBSERVATION_CHARACTERS_MAX = 1 << 20
+"""No model reads more than this; tokenising it would hold up every other episode."""
 
 Result = TypeVar("Result")
 
@@ -54,7 +63,7 @@ class Environment(Protocol):
 
 
 class EnvironmentFailed(Unavailable):
-    """An environment raised or did not answer in time."""
+    """An environment raised, answered nonsense or did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,100 +87,171 @@ class Guarded:
         """The first observation. Raises EnvironmentFailed after `resets_max` tries."""
         for tries_left in reversed(range(self._patience.resets_max)):
             try:
-                return await self._try_reset(seed)
+                self._environment = self._environment or self._made()
+                limit_s = self._patience.reset_s_max
+                return await self._ask(f"reset({seed})", lambda it: it.reset(seed), sensible_text, limit_s)
             except EnvironmentFailed:
-                self._environment = None
                 if not tries_left:
                     raise
         raise AssertionError("resets_max is at least one")
 
     async def step(self, action: str) -> Outcome:
         """What the action led to. After EnvironmentFailed only `reset` may follow."""
-        environment = self._environment
-        assert environment is not None, "step before reset"
-        try:
-            return await self._call("step", lambda: environment.step(action), self._patience.step_s_max)
-        except EnvironmentFailed:
-            self._environment = None
-            raise
+        return await self._ask("step", lambda it: it.step(action), sensible_outcome, self._patience.step_s_max)
 
     def close(self) -> None:
+        """Whatever the environment makes of it; one that takes its time does so apart."""
         if self._environment is not None:
-            self._environment.close()
+            _close(self._environment)
             self._environment = None
-
-    async def _try_reset(self, seed: int) -> str:
-        if self._environment is None:
-            self._environment = self._made()
-        environment = self._environment
-        return await self._call(f"reset({seed})", lambda: environment.reset(seed), self._patience.reset_s_max)
 
     def _made(self) -> Environment:
         try:
             return self._make()
         except RoseError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EnvironmentFailed(f"an environment could not be made: {_shown(error)}") from error
 
-    async def _call(self, what: str, function: Callable[[], Result], seconds_max: float) -> Result:
-        environment = self._environment
-        assert environment is not None
+    async def _ask(
+        self, what: str, call: Callable[[Environment], Any], sensible: Callable[[Any], Result], seconds_max: float
+    ) -> Result:
+        """The answer, if it makes sense. From the call until then the environment is nobody's but the call's."""
+        environment, self._environment = self._environment, None
+        assert environment is not None, "step before reset, or after a failure"
+        who = type(environment).__name__
         try:
             if environment.is_quick:
-                return function()
-            return await asyncio.wait_for(_in_thread(function), seconds_max)
-        except TimeoutError as error:
-            raise EnvironmentFailed(f"{_name(environment)}: {what} took over {seconds_max:g} s") from error
-        except RoseError:
+                answer = sensible(call(environment))
+            else:
+                answer = sensible(await ApartCall(environment, lambda: call(environment)).answer(seconds_max))
+        except TookTooLong as error:
+            raise EnvironmentFailed(f"{who}: {what} took over {seconds_max:g} s", hint=SLOW_HINT) from error
+        except (ConfigError, EnvironmentFailed):
+            _close(environment)
             raise
-        except Exception as error:
-            raise EnvironmentFailed(f"{_name(environment)}: {what} failed: {_shown(error)}") from error
+        except (Exception, SystemExit) as error:
+            _close(environment)
+            raise EnvironmentFailed(f"{who}: {what} failed: {_shown(error)}") from error
+        self._environment = environment
+        return answer
+
+
+SLOW_HINT = "see what it waits for, or raise the time it may take"
+
+
+def sensible_text(answer: Any) -> str:
+    """An observation that can be shown to a model. Raises TypeError, ValueError."""
+    if not isinstance(answer, str):
+        raise TypeError(f"it answered {answer!r:.80}, which is no text")
+    if len(answer) > OBSERVATION_CHARACTERS_MAX:
+        raise ValueError(f"it answered with {len(answer)} characters; {OBSERVATION_CHARACTERS_MAX} are allowed")
+    answer.encode()  # half a surrogate pair is no text: no tokenizer takes it
+    return answer
+
+
+def sensible_outcome(answer: Any) -> Outcome:
+    """An outcome that can be learnt from. Raises TypeError, ValueError."""
+    if not isinstance(answer, Outcome):
+        raise TypeError(f"it answered {answer!r:.80}, which is no Outcome")
+    reward = answer.reward
+    if not isinstance(reward, numbers.Real) or isinstance(reward, bool):
+        raise TypeError(f"its reward is {reward!r:.80}, which is no number")
+    if not math.isfinite(reward):
+        raise ValueError(f"its reward is {float(reward)}, which nothing can be learnt from")
+    flags = (answer.is_done, answer.is_success, answer.is_valid)
+    if not all(isinstance(flag, (bool, np.bool_)) for flag in flags):
+        raise TypeError(f"is_done, is_success and is_valid are {flags!r:.80}, not true or false")
+    return Outcome(sensible_text(answer.observation), float(reward), *map(bool, flags))
+
+
+class TookTooLong(Exception):
+    """Nobody waits for it any more; it may still be running."""
 
 
 _hung: set[threading.Thread] = set()
 
 
-async def _in_thread(function: Callable[[], Result]) -> Result:
-    """Run apart from the loop, in a thread that does not keep the process alive."""
-    _hung.difference_update([thread for thread in _hung if not thread.is_alive()])
-    if len(_hung) >= HUNG_THREADS_MAX:
-        hint = "see what the environment waits for; the calls are still waiting"
-        raise EnvironmentFailed(f"{len(_hung)} calls to environments never came back", hint=hint)
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Result] = loop.create_future()
-    thread = threading.Thread(target=_run, args=(function, loop, answer), daemon=True, name="environment")
-    thread.start()
-    try:
-        return await answer
-    except asyncio.CancelledError:
-        _hung.add(thread)
-        raise
+class Closable(Protocol):
+    is_quick: bool
+
+    def close(self) -> None: ...
 
 
-def _run(function: Callable[[], Result], loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Result]) -> None:
-    result: Result | None = None
-    error: Exception | None = None
-    try:
-        result = function()
-    except Exception as raised:
-        error = raised
-    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for this any more
-        loop.call_soon_threadsafe(_settle, answer, result, error)
+class ApartCall:
+    """One call, in a thread that does not keep the process alive. `owned` is what it works on, and nobody else."""
+
+    def __init__(self, owned: Closable, call: Callable[[], Any]) -> None:
+        self._owned, self._call = owned, call
+        self._lock = threading.Lock()
+        self._is_over = self._is_left = False
+
+    async def answer(self, seconds_max: float) -> Any:
+        """What the call returns or raises, or TookTooLong. Whoever stops waiting leaves what it owns to it."""
+        _hung.difference_update([thread for thread in _hung if not thread.is_alive()])
+        if len(_hung) >= HUNG_THREADS_MAX:
+            hint = "see what the environment waits for; the calls are still waiting"
+            raise EnvironmentFailed(f"{len(_hung)} calls to environments never came back", hint=hint)
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+        thread = threading.Thread(target=self._run, args=(loop, waiting), daemon=True, name="environment")
+        thread.start()
+        try:
+            result, error = await asyncio.wait_for(waiting, seconds_max)
+        except TimeoutError as late:
+            self._leave(thread)
+            raise TookTooLong from late
+        except asyncio.CancelledError:
+            self._leave(thread)
+            raise
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:  # such as SystemExit, which is no word for the loop to hear
+            raise RuntimeError(_shown(error)) from error
+        return result
+
+    def _run(self, loop: asyncio.AbstractEventLoop, waiting: asyncio.Future[Any]) -> None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = self._call()
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._is_over = True
+            is_left = self._is_left
+        if is_left:
+            _close_quietly(self._owned)
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for this any more
+            loop.call_soon_threadsafe(_settle, waiting, (result, error))
+
+    def _leave(self, thread: threading.Thread) -> None:
+        with self._lock:
+            self._is_left = True
+            is_over = self._is_over
+        if is_over:
+            _close(self._owned)
+        else:
+            _hung.add(thread)
 
 
-def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if answer.done():
-        return
-    if error is None:
-        answer.set_result(result)
+def _settle(waiting: asyncio.Future[Any], answer: tuple[Any, BaseException | None]) -> None:
+    if not waiting.done():
+        waiting.set_result(answer)
+
+
+def _close(environment: Closable) -> None:
+    if environment.is_quick:
+        _close_quietly(environment)
     else:
-        answer.set_exception(error)
+        threading.Thread(target=_close_quietly, args=(environment,), daemon=True, name="closing").start()
 
 
-def _name(environment: Environment) -> str:
-    return type(environment).__name__
+def _close_quietly(environment: Closable) -> None:
+    with contextlib.suppress(Exception, SystemExit):  # it is not wanted any more: how it ends changes nothing
+        environment.close()
 
 
-def _shown(error: Exception) -> str:
+def _shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:300]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from rose.envs.alfworld.environment import Alfworld, AlfworldSettings
 from rose.envs.base import Environment
 from rose.envs.frozenlake import FrozenLake, LakeSettings
 from rose.errors import ConfigError
@@ -29,6 +30,7 @@ class Entry:
 SMALL = LakeSettings()
 LARGE = LakeSettings(size=8, turns_max=30)
 LONG = LakeSettings(turns_max=16)
+HOUSEHOLD = AlfworldSettings()
 
 ENVIRONMENTS: dict[str, Entry] = {
     "frozenlake": Entry(SMALL, FrozenLake, 8, "4x4, one-line view"),
@@ -37,6 +39,11 @@ ENVIRONMENTS: dict[str, Entry] = {
     "frozenlake-8x8": Entry(LARGE, FrozenLake, 8, "8x8, one-line view"),
     "frozenlake-8x8-slippery": Entry(replace(LARGE, is_slippery=True, turns_max=60), FrozenLake, 8, "8x8, slippery"),
     "frozenlake-plan": Entry(LONG, FrozenLake, 128, "4x4, a short plan before every answer", is_planned=True),
+    "alfworld": Entry(HOUSEHOLD, Alfworld, 48, "errands in drawn households, few words"),
+    "alfworld-full": Entry(replace(HOUSEHOLD, view="full"), Alfworld, 512, "the same, in ALFWorld's own words"),
+    "alfworld-official": Entry(
+        replace(HOUSEHOLD, view="full", data="ALFWORLD_DATA", turns_max=50), Alfworld, 512, "ALFWorld's own data set"
+    ),
 }
 
 

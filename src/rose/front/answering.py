@@ -14,13 +14,14 @@ from typing import Protocol
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from rose.errors import RoseError
 from rose.front.context import Front
 from rose.front.events import EventStream, ReaderGone
 from rose.front.failures import bad_request, failure_of
-from rose.front.generation import Choice, Generation, Piece
-from rose.front.replies import PromptTokensDetails, Usage
+from rose.front.generation import Choice, Generation, Piece, WeightSpan
+from rose.front.replies import Placed, PromptTokensDetails, Usage, WeightVersion
 from rose.front.requests import StreamOptions
 
 ARRIVAL = web.RequestKey("arrival_s", float)
@@ -91,6 +92,24 @@ def usage_of(choices: Sequence[Choice], prompt_choices: int = 1) -> Usage:
     completion = sum(len(choice.token_ids) for choice in choices)
     cached = PromptTokensDetails(sum(choice.cached_tokens for choice in firsts))
     return Usage(prompt, completion, prompt + completion, cached)
+
+
+def versions_of(spans: Iterable[WeightSpan]) -> list[WeightVersion]:
+    return [WeightVersion(span.version, span.start, span.end) for span in spans]
+
+
+def piece_versions(piece: Piece) -> list[WeightVersion]:
+    """The spans of a chunk's own tokens."""
+    end = piece.start + len(piece.token_ids)
+    return [WeightVersion(piece.version, piece.start, end)] if piece.token_ids else []
+
+
+def placed_of(choices: Sequence[Choice], place: Placed | None) -> Placed | UnsetType:
+    """Where choices ran. A device says nothing: it is the only place."""
+    workers = list(dict.fromkeys(worker for choice in choices for worker in choice.workers))
+    if place is None:
+        return Placed(workers) if workers else UNSET
+    return Placed(workers, place.trajectory, place.turn, place.is_fork)
 
 
 async def _stream(front: Front, request: web.Request, generation: Generation, form: Form) -> web.StreamResponse:

@@ -8,7 +8,18 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from rose.front.answering import ARRIVAL, answer, check_stream, new_id, now_unix_s, usage_of, wants_usage
+from rose.front.answering import (
+    ARRIVAL,
+    answer,
+    check_stream,
+    new_id,
+    now_unix_s,
+    piece_versions,
+    placed_of,
+    usage_of,
+    versions_of,
+    wants_usage,
+)
 from rose.front.bodies import BodyReader
 from rose.front.context import Front
 from rose.front.failures import bad_request
@@ -24,21 +35,29 @@ from rose.front.replies import (
     ChatCompletion,
     ChatLogprobs,
     Delta,
+    Placed,
     Usage,
 )
 from rose.front.requests import ChatBody
+from rose.front.tools import CallFinder, Said, are_parsed, check_tools, said_in, shown, shown_in_stream
 
 READER = BodyReader(ChatBody, NEUTRAL_CHAT)
 
 
 class ChatForm:
-    """Answers to one chat request."""
+    """Answers to one chat request. Calls of tools get their ids from `calls_key`, the same for the same answer."""
 
-    def __init__(self, front: Front, body: ChatBody, reply_id: str) -> None:
+    def __init__(
+        self, front: Front, body: ChatBody, reply_id: str, *, calls_key: str = "", place: Placed | None = None
+    ) -> None:
         self._front = front
         self._body = body
         self._id = reply_id
+        self._place = place
         self._created = now_unix_s()
+        self._calls_key = calls_key or reply_id
+        self._finders: dict[int, CallFinder] = {}
+        self._is_parsed = are_parsed(body, front.settings.tool_parser)
 
     def whole(self, choices: Sequence[Choice]) -> ChatCompletion:
         reply = ChatCompletion(
@@ -47,6 +66,7 @@ class ChatForm:
             model=self._front.model_name,
             choices=[self._whole_choice(choice) for choice in choices],
             usage=usage_of(choices, len(choices)),
+            rose=placed_of(choices, self._place),
         )
         if self._body.return_token_ids:
             reply.prompt_token_ids = list(choices[0].request.prompt_ids)
@@ -61,19 +81,24 @@ class ChatForm:
 
     def chunk(self, piece: Piece) -> ChatChunk | None:
         body = self._body
-        if not piece.text and piece.finish_reason is None and not body.logprobs and not body.return_token_ids:
+        delta, finish_reason = self._delta(piece)
+        is_empty = not delta.content and not delta.tool_calls and finish_reason is None
+        if is_empty and not body.logprobs and not body.return_token_ids:
             return None
         choice = ChatChunkChoice(
             index=piece.choice.index,
-            delta=Delta(content=piece.text or None),
+            delta=delta,
             logprobs=self._logprobs([piece]),
-            finish_reason=piece.finish_reason,  # type: ignore[arg-type]
+            finish_reason=finish_reason,  # type: ignore[arg-type]
         )
-        if piece.finish_reason is not None:
-            choice.stop_reason = piece.choice.stop_reason
         if body.return_token_ids:
             choice.token_ids = list(piece.token_ids)
-        return self._chunk([choice])
+            choice.weight_versions = piece_versions(piece)
+        chunk = self._chunk([choice])
+        if finish_reason is not None:
+            choice.stop_reason = piece.choice.stop_reason
+            chunk.rose = placed_of([piece.choice], self._place)
+        return chunk
 
     def closing(self, choices: Sequence[Choice]) -> Iterable[msgspec.Struct]:
         if wants_usage(self._body.stream_options):
@@ -83,17 +108,36 @@ class ChatForm:
         shown: Usage | UnsetType | None = usage if wants_usage(self._body.stream_options) else UNSET
         return ChatChunk(id=self._id, created=self._created, model=self._front.model_name, choices=choices, usage=shown)
 
+    def _delta(self, piece: Piece) -> tuple[Delta, str | None]:
+        """What a piece adds, and how the choice ended if it did."""
+        if not self._is_parsed:
+            return Delta(content=piece.text or None), piece.finish_reason
+        finder = self._finders.setdefault(piece.choice.index, CallFinder())
+        said = finder.push(piece.text)
+        if piece.finish_reason is not None:
+            said += finder.finish()
+        calls = [shown_in_stream(call, self._key(piece.choice)) for call in said.calls]
+        ended = _ended(piece.finish_reason, finder.has_called)
+        return Delta(content=said.text or None, tool_calls=calls or None), ended
+
     def _whole_choice(self, choice: Choice) -> ChatChoice:
-        shown = ChatChoice(
+        said = said_in(choice.text) if self._is_parsed else Said(choice.text)
+        shown_choice = ChatChoice(
             index=choice.index,
-            message=AssistantMessage(content=choice.text),
+            message=AssistantMessage(content=said.text or None if said.calls else said.text),
             logprobs=self._logprobs(choice.pieces),
-            finish_reason=choice.finish_reason,  # type: ignore[arg-type]
+            finish_reason=_ended(choice.finish_reason, bool(said.calls)),  # type: ignore[arg-type]
             stop_reason=choice.stop_reason,
         )
+        if said.calls:
+            shown_choice.message.tool_calls = [shown(call, self._key(choice)) for call in said.calls]
         if self._body.return_token_ids:
-            shown.token_ids = choice.token_ids
-        return shown
+            shown_choice.token_ids = choice.token_ids
+            shown_choice.weight_versions = versions_of(choice.spans)
+        return shown_choice
+
+    def _key(self, choice: Choice) -> str:
+        return f"{self._calls_key}/{choice.index}"
 
     def _logprobs(self, pieces: Sequence[Piece]) -> ChatLogprobs | None:
         if not self._body.logprobs:
@@ -101,13 +145,26 @@ class ChatForm:
         return chat_logprobs(self._front.tokenizer, pieces, self._body.top_logprobs or 0)
 
 
-async def chat_completions(front: Front, request: web.Request) -> web.StreamResponse:
-    body = READER.read(await front.read(request))
+def _ended(finish_reason: str | None, has_called: bool) -> str | None:
+    return "tool_calls" if finish_reason == "stop" and has_called else finish_reason
+
+
+def check_chat(front: Front, body: ChatBody) -> None:
+    """What its types do not say."""
     front.check_model(body.model)
     check_stream(body.stream, body.stream_options)
+    check_tools(body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
-    text = front.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+
+
+async def chat_completions(front: Front, request: web.Request) -> web.StreamResponse:
+    return await respond(front, request, READER.read(await front.read(request)))
+
+
+async def respond(front: Front, request: web.Request, body: ChatBody) -> web.StreamResponse:
+    check_chat(front, body)
+    text = front.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, body.tools)
     prompt = await front.encode(text, add_special_tokens=False)
     check_prompt(front, prompt, "messages")
     reply_id = new_id("chatcmpl", body.request_id)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from aiohttp import web
@@ -17,7 +18,8 @@ from rose.front.generation import Choice, Generation
 from rose.front.handle import EngineHandle
 from rose.front.lending import LendingDesk
 from rose.front.metrics import FrontMetrics
-from rose.front.requests import ChatMessage
+from rose.front.requests import ChatMessage, Tool
+from rose.front.tools import plain_calls, plain_tools
 from rose.models.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 16_384  # tokenised in a millisecond or two; more is done in a thread, beside the other requests
@@ -73,21 +75,40 @@ class Front:
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
 
     def render(
-        self, messages: Sequence[ChatMessage], add_generation_prompt: bool | None, variables: dict[str, Any] | None
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool | None,
+        variables: dict[str, Any] | None,
+        tools: Sequence[Tool] | None = None,
     ) -> str:
         """The prompt of a conversation, by the model's own template."""
-        plain = [_plain(message) for message in messages]
+        if tools and not self.takes_tools:
+            message = "this model's chat template has no place for tools: it would never know of them"
+            raise bad_request(message, param="tools", code="unsupported_parameter")
+        plain = [_plain(message, number) for number, message in enumerate(messages)]
         try:
-            return self.tokenizer.render_chat(plain, add_generation_prompt is not False, None, variables)
+            return self.tokenizer.render_chat(plain, add_generation_prompt is not False, plain_tools(tools), variables)
         except RequestRefused as error:
             raise bad_request(str(error), param="messages") from error
 
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether tools change a prompt; a template that fails on this says more about it on a real conversation."""
+        messages = [{"role": "user", "content": "hello"}]
+        tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+        try:
+            return self.tokenizer.render_chat(messages) != self.tokenizer.render_chat(messages, tools=[tool])
+        except RequestRefused:
+            return True
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
+
+def _plain(message: ChatMessage, number: int) -> dict[str, Any]:
     content = message.content
     text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
     # `developer` is OpenAI's newer word for `system`, and the only one of the two that templates do not know.
     role = "system" if message.role == "developer" else message.role
-    found = {"role": role, "content": text, "name": message.name, "tool_call_id": message.tool_call_id}
+    found: dict[str, Any] = {"role": role, "content": text, "name": message.name, "tool_call_id": message.tool_call_id}
     found |= {"reasoning_content": message.reasoning_content or message.reasoning}
+    if message.tool_calls:
+        found |= {"tool_calls": plain_calls(message.tool_calls, f"messages[{number}]")}
     return {key: value for key, value in found.items() if value is not None}

@@ -53,6 +53,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.pieces: list[Piece] = []
         self.spans: list[WeightSpan] = []
+        self.workers: list[str] = []  # of a gateway, in the order they came in
         self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -70,6 +71,7 @@ class Choice:
         """Take in one event. A stop string ends the choice by itself; the engine does not know of it."""
         self.cached_tokens = event.cached_tokens if event.cached_tokens is not None else self.cached_tokens
         self.finish_reason = event.finish_reason
+        self.workers += [worker for worker in event.workers if worker not in self.workers]
         count, text = self._decode(event)
         start = len(self.token_ids)
         self._extend_spans(event.version, start, start + count)

@@ -72,7 +72,7 @@ def _text_of(front: Front, body: TokenizeBody) -> tuple[str, bool]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("send either `prompt` or `messages`", param="prompt")
     if body.messages is not None:
-        text = front.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+        text = front.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, body.tools)
         return text, bool(body.add_special_tokens)
     assert body.prompt is not None
     return body.prompt, body.add_special_tokens is not False

@@ -47,8 +47,6 @@ NEUTRAL_COMPLETION: Neutral = NEUTRAL_SAMPLING | {
     "add_special_tokens": (True,),
 }
 NEUTRAL_CHAT: Neutral = NEUTRAL_SAMPLING | {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -115,5 +113,4 @@ NEUTRAL_TOKENIZE: Neutral = {
     "chat_template": (),
     "media_io_kwargs": (),
     "mm_processor_kwargs": (),
-    "tools": ([],),
 }

@@ -8,6 +8,24 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 Finish = Literal["stop", "length", "abort"]
+ChatFinish = Literal["stop", "length", "abort", "tool_calls"]
+
+
+class WeightVersion(msgspec.Struct):
+    """Output tokens [start, end) were drawn under this version of the weights."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Placed(msgspec.Struct, omit_defaults=True):
+    """What a gateway adds: where it ran and, of a trajectory, which turn it is and whether it began a new branch."""
+
+    workers: list[str]
+    trajectory: str | None = None
+    turn: int | None = None
+    is_fork: bool | None = None
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -36,6 +54,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -45,6 +64,7 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    rose: Placed | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -64,33 +84,55 @@ class ChatLogprobs(msgspec.Struct):
     content: list[TokenLogprob]
 
 
+class SaidFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class SaidCall(msgspec.Struct):
+    id: str
+    function: SaidFunction
+    type: Literal["function"] = "function"
+
+
+class SaidCallDelta(msgspec.Struct):
+    index: int
+    id: str
+    function: SaidFunction
+    type: Literal["function"] = "function"
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[SaidCall] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[SaidCallDelta] | None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish | None = None
+    finish_reason: ChatFinish | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish | None = None
+    finish_reason: ChatFinish | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -101,6 +143,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    rose: Placed | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -111,6 +154,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    rose: Placed | UnsetType = UNSET
 
 
 class GenerateTopLogprob(msgspec.Struct):
@@ -132,12 +176,6 @@ class GenerateLogprobs(msgspec.Struct):
     content: list[GenerateLogprob]
 
 
-class WeightVersion(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class GenerateChoice(msgspec.Struct, kw_only=True):
     index: int
     token_ids: list[int]
@@ -153,6 +191,7 @@ class Generated(msgspec.Struct, kw_only=True):
     choices: list[GenerateChoice]
     weight_version: str
     usage: Usage | UnsetType | None = UNSET
+    rose: Placed | UnsetType = UNSET
 
 
 class Model(msgspec.Struct, kw_only=True):

@@ -33,6 +33,9 @@ StopText = Annotated[str, Meta(min_length=1, max_length=1000)]
 StopTexts = Annotated[list[StopText], Meta(max_length=4)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=256)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+SessionName = Annotated[str, Meta(min_length=1, max_length=256)]
+ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
+TOOLS_MAX = 512
 
 
 Off = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]  # not implemented; `check_stream` refuses true
@@ -69,6 +72,9 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     # Accepted and not used: they concern a provider's books, not the answer.
     user: str | None = None
     session_id: str | None = None
+    # Which trajectory this is a turn of: ours and ThunderAgent's word for it. A gateway reads them, a device does not.
+    trajectory: SessionName | None = None
+    program_id: SessionName | None = None
 
 
 # A text, token ids, or a list of either. msgspec cannot tell two kinds of list apart: `prompts_of` does.
@@ -86,6 +92,48 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """`arguments` is a JSON object, as text."""
+
+    name: ToolName
+    arguments: str = ""
+
+
+class CalledTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A call that an assistant's message made; `index` is left over from a stream."""
+
+    function: CalledFunction
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """`strict` is accepted, as the official client insists on it; a call is what the model said, strict or not."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: ToolName
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+Tools = Annotated[list[Tool], Meta(max_length=TOOLS_MAX)]
+
+
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """A message as clients send it back, with the empty fields that an assistant's message has."""
 
@@ -93,7 +141,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     content: str | list[TextPart] | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_calls: Annotated[list[CalledTool], Meta(max_length=TOOLS_MAX)] | None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
     refusal: str | None = None
     reasoning: str | None = None
@@ -112,6 +160,8 @@ class ChatBody(SamplingBody, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None  # `check_tools` refuses the last two
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
@@ -143,6 +193,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
     request_id: Name | None = None
+    trajectory: SessionName | None = None
+    program_id: SessionName | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -154,6 +206,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 

@@ -5,8 +5,9 @@
     dedicated    runs rollouts and nothing else
     traffic      the users
 
-Ports are free ones, tokens are made for this run and travel in the environment. The serving device has the same port
-for the whole run, so that its users find it again after a restart.
+Ports are free ones, tokens are made for this run and travel in the environment. The serving device and the gateway have
+the same port for the whole run, so that those who use them find them again after a restart; the gateway has a ledger
+in the run's folder, and goes on from there.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ def make_tokens() -> Tokens:
     return Tokens(made[VARIABLES["trainer"]], made[OWNER_VARIABLE], made)
 
 
-def gateway(model: Path, placement: Placement) -> Command:
-    arguments = roses("gateway", str(model), "--port", "0", "--wait-s", f"{WAIT_S:g}")
+def gateway(model: Path, placement: Placement, ledger: Path) -> Command:
+    arguments = roses("gateway", str(model), "--port", str(free_port()), "--wait-s", f"{WAIT_S:g}")
+    arguments += ("--ledger", str(ledger))
     patterns = {"url": rf"ready at {URL}"}
-    return Command(GATEWAY, arguments, CONTROL_NICENESS, placement.others, patterns)
+    return Command(GATEWAY, arguments, CONTROL_NICENESS, placement.others, patterns, is_kept=True)
 
 
 def free_port() -> int:

@@ -13,16 +13,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+
+from rose.cost.bill import Cost, cost_of
+from rose.cost.settings import CostSettings
+from rose.cost.usage import breaches_of, usage_of
 
 Line = dict[str, Any]
 CONTROL_ROLES = ("gateway", "agent_borrowed", "agent_dedicated")
 RESAMPLES = 10_000
 
 
-def summary_of(lines: Sequence[Line], served: Sequence[Line]) -> Line:
+def summary_of(
+    lines: Sequence[Line], served: Sequence[Line], prices: CostSettings | None = None, headroom_share: float = 0.0
+) -> Line:
     """The figures of a whole run, under flat keys; what was not measured is None."""
     steps = of_kind(lines, "step")
     evaluations = of_kind(lines, "evaluation")
@@ -54,8 +61,35 @@ def summary_of(lines: Sequence[Line], served: Sequence[Line]) -> Line:
         "doubled": balance.get("doubled"),
         "differing": balance.get("differing"),
         "idle_share": idle_share([step for step in steps if not step["is_borrowed"]]),
+        "weight_sync_s": _median([step["publish_s"] for step in steps if step["verdict"] == "updated"]),
+        "logprob_gap_mean": _median(_known(steps, "logprob_gap_mean"), digits=6),
+        "staleness_max": max(_known(steps, "staleness_max"), default=None),
         **costs,
         **compared(steps),
+        **cost_shown(cost_of_run(lines, served, prices or CostSettings(), headroom_share)),
+    }
+
+
+def cost_of_run(lines: Sequence[Line], served: Sequence[Line], prices: CostSettings, headroom_share: float) -> Cost:
+    """What the run cost at these prices. `headroom_share` is the memory that the lent device kept free."""
+    steps = of_kind(lines, "step")
+    lent, alone = ([step for step in steps if step["is_borrowed"] is is_lent] for is_lent in (True, False))
+    told = (of_kind(lines, "lending") or [{}])[-1].get("breaches")
+    usage = usage_of(
+        steps,
+        evaluation_s=sum(line["took_s"] for line in of_kind(lines, "evaluation")),
+        breaches=breaches_of(within(served, lent), within(served, alone), told),
+        headroom_share=headroom_share,
+    )
+    return cost_of(usage, prices)
+
+
+def cost_shown(cost: Cost) -> Line:
+    """The two figures that everybody asks for, and beside them what they are made of."""
+    return {
+        "cost_per_correct": cost.cost_per_correct,
+        "cost_per_correct_fixed": cost.cost_per_correct_fixed,
+        "cost": asdict(cost) | {"is_consistent": cost.is_consistent()},
     }
 
 
@@ -169,5 +203,10 @@ def _ratio(above: float, below: float) -> float | None:
     return round(above / below, 4) if below else None
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return round(statistics.median(values), 4) if values else None
+def _median(values: Sequence[float], digits: int = 4) -> float | None:
+    return round(statistics.median(values), digits) if values else None
+
+
+def _known(steps: Sequence[Line], key: str) -> list[Any]:
+    """Older runs did not write everything."""
+    return [step[key] for step in steps if step.get(key) is not None]

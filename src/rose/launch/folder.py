@@ -7,7 +7,8 @@
       journal.jsonl     the facts about trajectories and what was decided on groups
       summary.json      the figures of the whole run
       report.html       the same as pictures; opens anywhere, loads nothing
-      weights/          the newest versions, as model folders
+      weights/          the relay: the newest versions of the weights, whole and as changes
+      weights.secret    what they are sealed with, unless the environment has it
       checkpoints/      the newest checkpoints
       logs/             what every process said
 
@@ -27,6 +28,7 @@ import msgspec
 from rose.config.load import write_resolved
 from rose.errors import ConfigError, Unavailable
 from rose.launch.settings import RunSettings
+from rose.launch.tracking import open_tracker
 from rose.observe.journal import Journal
 
 _encoder = msgspec.json.Encoder()
@@ -46,10 +48,13 @@ class RunFolder:
         self.journal = Journal(self.path / "journal.jsonl")
         self._metrics = Lines(self.path / "metrics.jsonl")
         self._serving = Lines(self.path / "serving.jsonl")
+        self._tracker = open_tracker(settings.tracking, self.path)
 
     def record(self, kind: str, **values: Any) -> None:
         """One line of metrics. Raises Unavailable on a full disk."""
         self._metrics.append(_encoder.encode({"kind": kind, **values}))
+        if self._tracker is not None:
+            self._tracker.told(kind, values)
 
     def served(self, line: bytes) -> None:
         self._serving.append(line)
@@ -57,11 +62,12 @@ class RunFolder:
     def decided(self, fact: object, decisions: list[object]) -> None:
         self.journal.append(time.monotonic(), fact, decisions)
 
-    def write(self, name: str, text: str) -> Path:
+    def write(self, name: str, text: str, mode: int = 0o644) -> Path:
         """A whole file or none."""
         path = self.path / name
         unfinished = path.with_name(f".{name}.{os.getpid()}")
         try:
+            unfinished.touch(mode=mode)
             unfinished.write_text(text, encoding="utf-8")
             unfinished.replace(path)
         except OSError as error:
@@ -79,6 +85,8 @@ class RunFolder:
         self.journal.close()
         self._metrics.close()
         self._serving.close()
+        if self._tracker is not None:
+            self._tracker.close()
 
 
 class Lines:

@@ -11,8 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rose.launch.folder import RunFolder
 from rose.launch.learning import CHANGES, Learner, shown
@@ -23,6 +22,9 @@ from rose.launch.serving import ServingLog
 from rose.launch.settings import RunSettings
 from rose.launch.watching import PoolSample, PoolWatch
 from rose.rollout.client import GatewayClient
+
+if TYPE_CHECKING:
+    from rose.weights.publish import Published
 
 PUBLISH_S_MAX = 60.0  # a worker that has not taken a version by then is left behind; it gets no turns until it has
 WITH_AND_WITHOUT = (True, False, False, True)
@@ -57,6 +59,9 @@ class Job:
                 await self._evaluate(step)
                 await self._keep_costs("resume")
         await self._keep_costs("end")
+        await self.compare_weights()
+        if self.lending is not None:
+            self.folder.record("lending", breaches=await self.lending.breaches())
 
     async def _step(self, step: int) -> None:
         is_borrowed = await self._lend(step)
@@ -70,8 +75,8 @@ class Job:
         report = await self.learner.learn(played.kept, played.counts)
         learnt_s = time.monotonic()
         live.phase = "publishing"
-        if report.verdict in CHANGES:
-            await self.publish(await self.learner.write_version())
+        changed = report.verdict in CHANGES
+        weights = await self.publish(await self.learner.publish()) if changed else {}
         ended_s = time.monotonic()
         spent = {role: round(now - costs_before.get(role, 0.0), 3) for role, now in self.costs().items()}
         line = {
@@ -82,7 +87,8 @@ class Job:
             "train_s": round(learnt_s - played_s, 4),
             "publish_s": round(ended_s - learnt_s, 4),
             "step_s": round(ended_s - began_s, 4),
-            "version": str(self.learner.version),
+            "version": self.learner.published.label,
+            **weights,
             **_played(played),
             "turns_by_pool": _difference(before, after),
             "cpu_s": spent,
@@ -101,13 +107,42 @@ class Job:
         for reason in sorted(set(played.failures))[:3]:
             self.screen.say(f"  {played.failures.count(reason)} episodes were given up: {reason}")
 
-    async def publish(self, folder: Path) -> None:
-        """Until every worker that is there runs it."""
-        version = str(self.learner.version)
-        published = await self.client.publish(version, str(folder.resolve()), PUBLISH_S_MAX)
-        for name, why in published.behind.items():
-            self.folder.record("behind", at_s=time.monotonic(), worker=name, version=version, why=why)
-            self.screen.say(f"  worker {name} does not run version {version} yet: {why}")
+    async def publish(self, published: Published) -> dict[str, Any]:
+        """Until every worker that is there runs it; what it took, for the step's line."""
+        version, relay = published.label, self.learner.publishing
+        told = await self.client.publish(
+            version, relay=relay.address, run=relay.run, hash=published.hash, wait_s=PUBLISH_S_MAX
+        )
+        for name, why in told.behind.items():
+            self._tell_behind(name, version, why)
+        return {
+            "weights_hash": published.hash,
+            "weights_kind": published.kind,
+            "weights_bytes": published.size_bytes,
+            "weights_ratio": round(published.ratio, 3),
+            "weights_s": {phase: round(seconds, 5) for phase, seconds in published.seconds.items()},
+            "weights_lag": await self._lag(published) if told.behind else 0,
+        }
+
+    async def _lag(self, published: Published) -> int:
+        """By how many versions the slowest worker is behind."""
+        members = (await self.client.pool())["members"]
+        return max((published.version.version - _number(member["version"]) for member in members), default=0)
+
+    async def compare_weights(self) -> None:
+        """At the end: every worker runs the trainer's weights, by hash."""
+        mine, members = self.learner.published, (await self.client.pool())["members"]
+        hashes = {member["name"]: member.get("hash", "") for member in members}
+        self.folder.record("weights", version=mine.label, hash=mine.hash, workers=hashes)
+        for member in members:
+            if member["version"] != mine.label:
+                self._tell_behind(member["name"], mine.label, f"it runs version {member['version']}")
+            elif hashes[member["name"]] not in ("", mine.hash):
+                self._tell_behind(member["name"], mine.label, f"its weights have the hash {hashes[member['name']]}")
+
+    def _tell_behind(self, worker: str, version: str, why: str) -> None:
+        self.folder.record("behind", at_s=time.monotonic(), worker=worker, version=version, why=why)
+        self.screen.say(f"  worker {worker} does not run version {version}: {why}")
 
     async def _evaluate(self, step: int) -> None:
         if not self.settings.evaluation.every_steps:
@@ -159,6 +194,11 @@ def _played(played: Played) -> dict[str, Any]:
 
 def _difference(before: PoolSample, after: PoolSample) -> dict[str, int]:
     return {kind: after.turns[kind] - before.turns[kind] for kind in after.turns}
+
+
+def _number(label: str) -> int:
+    """Of a version, by its label; workers begin with one of their own."""
+    return int(label.partition("-")[0])
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

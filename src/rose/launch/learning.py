@@ -1,4 +1,4 @@
-"""The trainer of a run: learns from groups, and writes what it has learnt where workers and later runs find it.
+"""The trainer of a run: learns from groups, publishes what it has learnt to workers, and keeps it for later runs.
 
 Everything here runs in the trainer's own thread. torch is imported there too, while the devices start.
 """
@@ -14,27 +14,34 @@ from rose.core.groups import StepGroups
 from rose.core.trajectory import Trajectory
 from rose.launch.aside import Aside
 from rose.launch.folder import RunFolder
+from rose.launch.publishing import Publishing
 from rose.launch.settings import RunSettings
 from rose.models.presets import write_preset
 
 if TYPE_CHECKING:
     from rose.train.step import StepReport, Trainer
+    from rose.weights.publish import Published
 
 CHANGES = ("updated", "rolled_back")
 """Verdicts after which the weights are others than before."""
 
 
 class Learner:
-    """One per run. `version` names the weights that were written last; workers begin with version 0."""
+    """One per run. `published` are the weights that were published last; a run begins with version 0."""
 
     def __init__(self, aside: Aside, settings: RunSettings, folder: RunFolder) -> None:
-        self.version = 0
+        self.publishing = Publishing(settings.weights, folder)
+        self.published: Published
         self._aside, self._settings, self._folder = aside, settings, folder
         self._source: Path
         self._trainer: Trainer
 
     async def prepare(self) -> Path:
-        """The folder of the model to begin with; a warm start is made if it is not in the cache."""
+        """The folder of the model to begin with; a warm start is made if it is not in the cache.
+
+        Raises ConfigError, Unavailable without a relay.
+        """
+        await self._aside.do(self.publishing.open)
         if self._settings.rollout_model is not None:
             self._source = Path(self._settings.rollout_model)
         else:
@@ -42,20 +49,25 @@ class Learner:
         return self._source
 
     async def load(self) -> None:
-        """Raises ModelError."""
+        """Load the model, and publish it as it is. Raises ModelError, Unavailable."""
         self._trainer = await self._aside.do(self._loaded)
+        self.published = await self._aside.do(lambda: self.publishing.begin(self._trainer.model.weights))
 
     async def learn(self, groups: Sequence[Sequence[Trajectory]], counts: StepGroups) -> StepReport:
         """Raises TrainingStarved."""
-        return await self._aside.do(lambda: self._trainer.learn(groups, counts))
+        return await self._aside.do(lambda: self._trainer.learn(groups, counts, self.published.label))
 
-    async def write_version(self) -> Path:
-        """The weights as they are now, under a new version. Raises Unavailable on a full disk."""
-        self.version += 1
-        return await self._aside.do(lambda: self._exported(self._folder.weights / f"{self.version:06d}"))
+    async def publish(self) -> Published:
+        """The weights as they are now, under the next version. Raises Unavailable if the relay fails or is full."""
+        self.published = await self._aside.do(lambda: self.publishing.publish(self.published.version.version + 1))
+        return self.published
 
     async def write_checkpoint(self, step: int) -> Path:
         return await self._aside.do(lambda: self._saved(self._folder.checkpoints / f"step-{step:06d}", step))
+
+    async def close(self) -> None:
+        """What is on its way comes to its end."""
+        await self._aside.do(self.publishing.close)
 
     def _warm_start(self) -> Path:
         from rose.train.warmstart import warm_start
@@ -69,17 +81,10 @@ class Learner:
         use_threads(1)
         return Trainer(CausalModel.load(self._source), self._settings.train)
 
-    def _exported(self, out: Path) -> Path:
-        from rose.train.checkpoint import export_model
-
-        export_model(self._trainer.model, self._source, out)
-        self._folder.prune(self._folder.weights, self._settings.checkpoint.keep_versions)
-        return out
-
     def _saved(self, out: Path, step: int) -> Path:
         from rose.train.checkpoint import save_checkpoint
 
-        extra = {"run_step": step, "version": self.version, "environment": self._settings.environment}
+        extra = {"run_step": step, "version": self.published.version.version, "environment": self._settings.environment}
         save_checkpoint(self._trainer, self._source, out, extra)
         self._folder.prune(self._folder.checkpoints, self._settings.checkpoint.keep)
         return out

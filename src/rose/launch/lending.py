@@ -67,6 +67,11 @@ class Lending:
             await self._ask("POST", "/drain")
             self._state = "held_back"
 
+    async def breaches(self) -> dict[str, int]:
+        """By kind, since the device started."""
+        found: dict[str, int] = (await self._ask("GET", "")).get("breaches", {})
+        return found
+
     def restarted(self) -> None:
         """A device that was restarted lends."""
         self._state = "lent"

@@ -93,9 +93,10 @@ class _Stage:
     def __init__(self, settings: RunSettings, placement: Placement, folder: RunFolder, screen: Screen) -> None:
         self._settings, self._placement, self._folder, self._screen = settings, placement, folder, screen
         self._tokens = cast.make_tokens()
-        self.processes = Processes(folder.logs, self._tokens.variables, self._died)
         self._aside = Aside("trainer", TRAINER_NICENESS, placement.others)
         self._learner = Learner(self._aside, settings, folder)
+        variables = self._tokens.variables | self._learner.publishing.variables
+        self.processes = Processes(folder.logs, variables, self._died)
         self._serving = ServingLog(self._served)
         self._processor_time = ProcessorTime()
         self._lending: Lending | None = None
@@ -115,7 +116,7 @@ class _Stage:
     async def close(self) -> None:
         self._screen.live.phase = "stopping"
         await self.processes.close()
-        await self._aside.idle(UPDATE_S_MAX)
+        await asyncio.wait([asyncio.create_task(self._learner.close())], timeout=UPDATE_S_MAX)
 
     async def _raise_curtain(self, held: AsyncExitStack) -> Job:
         """Models, then the gateway, then the devices and the trainer at once, then the users."""
@@ -127,7 +128,8 @@ class _Stage:
         model = load_model_folder(rollout)
         screen.live.phase = "starting devices"
         screen.say(f"starting gateway and devices: serving on {placement.serving}, {_worker_words(placement)} ...")
-        gateway_url = (await self.processes.start(cast.gateway(rollout, placement))).words["url"]
+        gateway = cast.gateway(rollout, placement, self._folder.path / "ledger.sqlite")
+        gateway_url = (await self.processes.start(gateway)).words["url"]
         client = await held.enter_async_context(GatewayClient(gateway_url, self._tokens.trainer, patience_s=PATIENCE_S))
         serving_url = await self._start_devices(serving, rollout, gateway_url)
         pool = PoolWatch(client, self._sampled)
@@ -138,7 +140,7 @@ class _Stage:
             settings, self._folder, client, self._learner, rollouts, pool, self._lending, self._serving, screen,
             self._costs,
         )  # fmt: skip
-        await self._assemble(job, rollout)
+        await self._assemble(job)
         await self.processes.start(cast.traffic(settings, placement, serving_url), self._serving.heard)
         screen.say("ready: users are served, rollouts begin")
         self._job = job
@@ -153,15 +155,15 @@ class _Stage:
         assert running is not None
         return running.words["url"]
 
-    async def _assemble(self, job: Job, rollout: Path) -> None:
-        """Every worker has joined and runs the first version."""
+    async def _assemble(self, job: Job) -> None:
+        """Every worker has joined and runs what the trainer begins with."""
         wanted = int(self._settings.serving.is_borrowed) + int(self._placement.worker is not None)
         deadline_s = time.monotonic() + JOIN_S_MAX
         while len((await job.client.pool())["members"]) < wanted:
             if time.monotonic() > deadline_s:
                 raise Unavailable(f"not all of {wanted} workers joined the gateway", hint=f"see {self._folder.logs}")
             await asyncio.sleep(0.1)
-        await job.publish(rollout)
+        await job.publish(self._learner.published)
 
     async def _show(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""One run as one page: figures and pictures that open anywhere and load nothing.
+"""One run as one page: headline figures first, then pictures, then tables. It opens anywhere and loads nothing.
 
 The pictures share what they show with each other: learning over steps; turns by pool, serving's latency against its
 budget, and who ran what, over the seconds of the run.
@@ -14,6 +14,7 @@ from typing import Any
 
 from rose.launch.drawing import Picture, round_up
 from rose.launch.figures import Line, of_kind, percentile
+from rose.launch.report_tables import cost_section, figures_table, headline, opening, steps_table
 
 BINS = 48
 BIN_S_MIN = 2.0
@@ -25,8 +26,18 @@ STYLE = """
 body { font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; max-width: 960px; margin: 2rem auto;
        padding: 0 1rem; color: var(--ink); background: var(--paper) }
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin: 1.8rem 0 .2rem } p { margin: .2rem 0 .6rem }
-table { border-collapse: collapse } td { padding: .15rem 1.2rem .15rem 0; vertical-align: top }
-td + td { font-variant-numeric: tabular-nums }
+table { border-collapse: collapse; margin: .4rem 0 .8rem }
+td, th { padding: .15rem 1.2rem .15rem 0; vertical-align: top; text-align: left; font-weight: normal }
+th { color: var(--soft) } td + td { font-variant-numeric: tabular-nums }
+details { overflow-x: auto } details td, details th { padding-right: .7rem; font-size: 12px; white-space: nowrap }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: .7rem; margin: 1rem 0 }
+.tile { border: 1px solid var(--grid); border-radius: 8px; padding: .7rem .8rem } .tile > * { display: block }
+.tile b { font-size: 1.45rem; line-height: 1.2; white-space: nowrap } .tile span { font-weight: 600 }
+.tile i { font-style: normal; font-size: 12px; color: var(--soft) }
+.trouble { border-color: var(--red) } .trouble b { color: var(--red) }
+.bar { display: flex; gap: .8rem; align-items: center; margin: .25rem 0 } .bar span { width: 9rem }
+.bar div { flex: 1; display: flex; height: 1.1rem } .bar i { background: var(--hue); height: 100% }
+.bar b { width: 6rem; font-weight: normal; font-variant-numeric: tabular-nums }
 pre { overflow-x: auto; background: #8881; padding: .8rem; font-size: 12px }
 svg { width: 100%; height: auto } svg text { font: 12px system-ui, sans-serif; fill: var(--ink) }
 svg text.soft { fill: var(--soft) } svg text.warn { fill: var(--red) }
@@ -44,57 +55,18 @@ svg text.soft { fill: var(--soft) } svg text.warn { fill: var(--red) }
 def html_report(summary: Line, lines: Sequence[Line], served: Sequence[Line], settings: str) -> str:
     """The page. A run without a step has figures and no pictures."""
     name = escape(str(summary["name"]))
-    parts = [f"<h1>Run {name}</h1>", _table(summary)]
+    parts = [f"<h1>Run {name}</h1>", opening(summary, lines)]
     if of_kind(lines, "step"):
-        parts += [*_learning(lines), *_throughput(lines), *_serving(lines, served, settings), *_who(lines)]
-    else:
-        parts.append("<p>No step was finished.</p>")
-    parts += ["<h2>Settings</h2>", f"<pre>{escape(settings)}</pre>"]
+        parts += [headline(summary), *_learning(lines), *_throughput(lines)]
+        parts += [*_serving(lines, served, settings), *_who(lines), *cost_section(summary)]
+    parts += ["<h2>Figures</h2>", figures_table(summary), steps_table(lines)]
+    parts.append(f"<details><summary>Settings</summary><pre>{escape(settings)}</pre></details>")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>ROSE run {name}</title>'
     icon = '<link rel="icon" href="data:,">'
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}{icon}<style>{STYLE}</style></head>\n'
         f"<body>\n{chr(10).join(parts)}\n</body></html>\n"
     )
-
-
-def _table(summary: Line) -> str:
-    rows = [f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in _rows(summary)]
-    return f"<table>{''.join(rows)}</table>"
-
-
-def _rows(summary: Line) -> list[tuple[str, str]]:
-    by_pool = summary["turns_by_pool"]
-    borrowed = by_pool["borrowed"] / max(1, sum(by_pool.values()))
-    rows = [
-        ("steps", str(summary["steps"])),
-        (
-            "held-out success",
-            f"{_percent(summary['success_before'])} before, {_percent(summary['success_after'])} after",
-        ),
-        (
-            "trajectories",
-            f"{summary['trajectories']:,} in {summary['turns']:,} turns; {borrowed:.0%} of the turns borrowed",
-        ),
-        ("rollout share of a step", _percent(summary["rollout_share"])),
-        (
-            "serving in budget",
-            f"{_percent(summary['serving_attainment'], 2)} of requests during rollouts with the device lent",
-        ),
-        ("lost, counted twice", f"{summary['lost']}, {summary['doubled']}"),
-        ("restarts", str(summary["restarts"])),
-        ("control plane", f"{_number(summary['control_cpu_ms_per_turn'])} ms of processor time per turn"),
-    ]
-    if summary["throughput_ratio"] is not None:
-        low, high = summary["throughput_ratio_low"], summary["throughput_ratio_high"]
-        words = f"x {summary['throughput_ratio']:.2f} ({_number(low)} to {_number(high)})"
-        rows.insert(
-            4, ("with the borrowed device", f"rollouts x {summary['rollout_speedup']:.2f}, whole steps {words}")
-        )
-        rows.insert(
-            6, ("the same, held back", f"{_percent(summary['serving_attainment_alone'], 2)} of requests in budget")
-        )
-    return rows
 
 
 def _learning(lines: Sequence[Line]) -> list[str]:
@@ -242,11 +214,3 @@ def _budget(settings: str, key: str, default: float) -> float:
         if name == key:
             return float(value)
     return default
-
-
-def _percent(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:.{digits}%}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"

@@ -18,6 +18,7 @@ from rose.core.trajectory import Trajectory
 from rose.envs.base import EnvironmentFailed, Guarded, Patience
 from rose.envs.play import ChatFrame, Episode, Generate, TurnSampling, play_again
 from rose.envs.registry import find_environment, make_environment
+from rose.envs.trouble import trouble_dice, troubled
 from rose.errors import RequestRefused, Unavailable
 from rose.launch.ledger import Ledger
 from rose.launch.settings import RunSettings
@@ -146,7 +147,9 @@ class Rollouts:
     async def _played(self, episode: Episode, generate: Generate) -> Trajectory:
         patience = self._settings.patience
         limits = Patience(patience.reset_s_max, patience.step_s_max)
-        environment = Guarded(lambda: make_environment(self._settings.environment), limits)
+        name, trouble = self._settings.environment, self._settings.trouble
+        dice = trouble_dice(trouble, episode.trajectory_id)
+        environment = Guarded(lambda: troubled(make_environment(name), trouble, dice), limits)
         self.under_way += 1
         try:
             return await play_again(episode, environment, self._frame, generate, patience.tries_max)

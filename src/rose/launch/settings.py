@@ -24,11 +24,14 @@ from rose.config.device import DEVICE_PATTERN, LendSettings
 from rose.config.load import load_settings
 from rose.config.schema import setting
 from rose.core.groups import GroupRules
+from rose.cost.settings import CostSettings
 from rose.envs.registry import find_environment
+from rose.envs.trouble import TroubleSettings
 from rose.errors import ConfigError
+from rose.launch.tracking import TrackingSettings, check_tracking
 from rose.load.generators import generated
 from rose.models.presets import find_preset
-from rose.train.settings import TrainSettings
+from rose.train.settings import TrainSettings, check_train
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 COMPARED_STEPS = 4  # one round of with, without, without, with
@@ -92,7 +95,20 @@ class EvaluationSettings:
 class CheckpointSettings:
     every_steps: int = setting(5, "steps between two checkpoints; 0 writes none", minimum=0)
     keep: int = setting(2, "checkpoints that stay", minimum=1, maximum=1000)
-    keep_versions: int = setting(3, "published versions of the weights that stay", minimum=1, maximum=1000)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSettings:
+    """How new weights get to the workers (docs/weights.md)."""
+
+    relay: str | None = setting(
+        None, "address of the relay; null is a folder of the run", example="tcp://relay.example:7070"
+    )
+    anchor_every: int = setting(16, "versions between two that are sent whole, for workers that join", minimum=1,
+                                maximum=100_000)  # fmt: skip
+    keep_versions: int = setting(32, "versions that a worker may miss and still catch up by what changed", minimum=1,
+                                 maximum=100_000)  # fmt: skip
+    patience_s: float = setting(30.0, "longest that a relay may fail before the run ends", minimum=0.1, maximum=86_400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +135,11 @@ class RunSettings:
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    weights: WeightsSettings = field(default_factory=WeightsSettings)
     patience: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    trouble: TroubleSettings = field(default_factory=TroubleSettings)
+    cost: CostSettings = field(default_factory=CostSettings)
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +166,8 @@ def check_run(settings: RunSettings) -> None:
     find_environment(settings.environment)
     find_preset(settings.serving.preset)
     generated(settings.traffic.source, seed=0, duration_s=1.0)
+    check_train(settings.train)
+    check_tracking(settings.tracking)
     groups = settings.groups
     if groups.train_size > groups.size:
         _refuse(f"groups.train_size is {groups.train_size}, but a group has only {groups.size} members", "groups.size")

@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rose.config import text
 from rose.config.load import RESOLVED_NAME
+from rose.cost.settings import CostSettings
 from rose.launch.figures import summary_of
 from rose.launch.folder import RunFolder
 from rose.launch.report import html_report
+from rose.launch.report_tables import usd_pair
 
 
 def sum_up(folder: RunFolder) -> Iterator[str]:
     """Writes summary.json and report.html; yields what to tell people."""
     lines, served = read_lines(folder.path / "metrics.jsonl"), read_lines(folder.path / "serving.jsonl")
-    summary = {"name": folder.name, **summary_of(lines, served)}
+    summary = {"name": folder.name, **summary_of(lines, served, *priced_by(folder.path / RESOLVED_NAME))}
     folder.write("summary.json", json.dumps(summary, indent=1) + "\n")
     settings = (folder.path / RESOLVED_NAME).read_text(encoding="utf-8")
     report = folder.write("report.html", html_report(summary, lines, served, settings))
     yield from words_of(summary)
     yield f"report: {report}"
+
+
+def priced_by(settings: Path) -> tuple[CostSettings, float]:
+    """The prices of a run and the share of memory that its lent device kept free, as its settings in force say.
+
+    Prices that a run did not know yet are the defaults.
+    """
+    tree = text.read_file(settings) or {}
+    known = {field.name for field in fields(CostSettings)}
+    prices = {key: value for key, value in tree.get("cost", {}).items() if key in known}
+    headroom_share = tree.get("serving", {}).get("lend", {}).get("headroom_share", 0.0)
+    return CostSettings(**prices), float(headroom_share)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -60,4 +76,7 @@ def words_of(summary: dict[str, Any]) -> Iterator[str]:
             f"with the borrowed device: rollouts x {summary['rollout_speedup']:.2f}, "
             f"whole steps x {summary['throughput_ratio']:.2f}{interval}"
         )
+    if summary["cost_per_correct"] is not None:
+        here, fixed, what = usd_pair(summary["cost_per_correct"], summary["cost_per_correct_fixed"])
+        yield f"cost: USD {here} for {what}, {fixed} without borrowing ({summary['cost']['fixed_basis']})"
     yield f"trajectories lost: {summary['lost']}, counted twice: {summary['doubled']}"

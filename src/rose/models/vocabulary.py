@@ -25,16 +25,37 @@ LAKE_WORDS = (
 LAKE_CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 
 CHATML = """\
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message['role'] + '\\n' -}}
-    {%- if message['content'] is string -%}
-        {{- message['content'] -}}
-    {%- elif message['content'] -%}
-        {%- for part in message['content'] -%}
-            {{- part['text'] -}}
-        {%- endfor -%}
+{%- if tools -%}
+    {{- '<|im_start|>system\\n' -}}
+    {%- if messages[0]['role'] == 'system' -%}
+        {{- messages[0]['content'] + '\\n\\n' -}}
     {%- endif -%}
-    {{- '<|im_end|>\\n' -}}
+    {{- 'Tools you may call, one JSON object per line:\\n<tools>\\n' -}}
+    {%- for tool in tools -%}
+        {{- tool | tojson + '\\n' -}}
+    {%- endfor -%}
+    {{- '</tools>\\nTo call one, say:\\n<tool_call>\\n' -}}
+    {{- '{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if not (tools and loop.first and message['role'] == 'system') -%}
+        {{- '<|im_start|>' + message['role'] + '\\n' -}}
+        {%- if message['content'] is string -%}
+            {{- message['content'] -}}
+        {%- elif message['content'] -%}
+            {%- for part in message['content'] -%}
+                {{- part['text'] -}}
+            {%- endfor -%}
+        {%- endif -%}
+        {%- for call in message['tool_calls'] or [] -%}
+            {%- if message['content'] or not loop.first -%}
+                {{- '\\n' -}}
+            {%- endif -%}
+            {{- '<tool_call>\\n{"name": ' + (call['function']['name'] | tojson) -}}
+            {{- ', "arguments": ' + (call['function']['arguments'] | tojson) + '}\\n</tool_call>' -}}
+        {%- endfor -%}
+        {{- '<|im_end|>\\n' -}}
+    {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|im_start|>assistant\\n' -}}

@@ -3,7 +3,8 @@
 It opens one connection to the gateway, says who it is, and from then on runs the turns it is given, tells their tokens,
 says how the device is, and takes new weights. Nothing is opened towards the device. When the connection is lost its
 turns are forgotten here, since the gateway places them again with what it had received; then it dials again, with
-growing pauses, for as long as the device lives. Whatever happens here, the device goes on.
+growing pauses, for as long as the device lives. The weights are kept over all of that (`rollout.weights`). Whatever
+happens here, the device goes on.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from typing import Any, cast
 
 import aiohttp
 
-from rose.coserve import messages as engine_messages
 from rose.errors import RoseError, Unavailable
 from rose.front.handle import EngineHandle
 from rose.rollout import messages
 from rose.rollout.messages import CONNECT_PATH, FRAME_BYTES_MAX, Kind
 from rose.rollout.outbox import Outbox
 from rose.rollout.runner import AgentEngine, TurnRunner
+from rose.rollout.weights import Intake
 
 logger = logging.getLogger("rose.agent")
 
@@ -61,12 +62,22 @@ async def attend(engine: EngineHandle, arguments: dict[str, Any]) -> None:
 
 async def run_agent(engine: AgentEngine, settings: AgentSettings) -> None:
     """Work for the gateway until cancelled, or until it sends this worker away for good."""
+    intake = Intake(engine)
+    taking = asyncio.create_task(intake.run())
+    try:
+        await _work_for(engine, settings, intake)
+    finally:
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+
+
+async def _work_for(engine: AgentEngine, settings: AgentSettings, intake: Intake) -> None:
     pause_s, last_words = PAUSE_FIRST_S, ""
     async with aiohttp.ClientSession() as http:
         while True:
             began_s = time.monotonic()
             try:
-                await _Session(engine, settings).run(http)
+                await GatewaySession(engine, settings, intake).run(http)
             except Dismissed as word:
                 logger.warning("the gateway sent this worker away: %s", word)
                 return
@@ -81,13 +92,11 @@ async def run_agent(engine: AgentEngine, settings: AgentSettings) -> None:
             pause_s = min(PAUSE_LONGEST_S, 2 * pause_s)
 
 
-class _Session:
+class GatewaySession:
     """One connection, from joining to losing it."""
 
-    def __init__(self, engine: AgentEngine, settings: AgentSettings) -> None:
-        self._engine, self._settings = engine, settings
-        self._wanted: messages.NewVersion | None = None
-        self._wanted_news = asyncio.Event()
+    def __init__(self, engine: AgentEngine, settings: AgentSettings, intake: Intake) -> None:
+        self._engine, self._settings, self._intake = engine, settings, intake
         self._evictions: set[asyncio.Task[None]] = set()
         self._outbox: Outbox
         self._runner: TurnRunner
@@ -103,6 +112,7 @@ class _Session:
             await self._outbox.flush()
             orders = _decoded(await asyncio.wait_for(connection.receive(), WELCOME_S))
             self._runner = TurnRunner(self._engine, self._outbox.put)
+            self._intake.tell = self._tell_version
             try:
                 for order in orders:
                     self._obey(order)  # it may be told to leave, and why
@@ -111,11 +121,12 @@ class _Session:
                 logger.info("joined the gateway at %s", self._settings.gateway)
                 await self._work(connection, orders[0].beat_s)
             finally:
+                self._intake.tell = lambda ready: None  # the next gateway hears of it when it is joined
                 self._runner.close()
 
     async def _work(self, connection: aiohttp.ClientWebSocketResponse, beat_s: float) -> None:
         """The first of these that ends, ends all."""
-        works = (self._outbox.run(), self._beat(beat_s), self._take_versions(), self._listen(connection))
+        works = (self._outbox.run(), self._beat(beat_s), self._listen(connection))
         tasks = {asyncio.create_task(work) for work in works}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -137,6 +148,7 @@ class _Session:
             seats=settings.seats,
             kv_tokens=facts.kv_blocks_limit * facts.block_tokens,
             context_tokens=facts.max_context_tokens,
+            hash=self._intake.hash,
         )
 
     async def _listen(self, connection: aiohttp.ClientWebSocketResponse) -> None:
@@ -155,8 +167,7 @@ class _Session:
                 self._evictions.add(task)
                 task.add_done_callback(self._evictions.discard)
             case messages.NewVersion():
-                self._wanted = message
-                self._wanted_news.set()
+                self._intake.want(message)
             case messages.Leave():
                 if message.retry_s is None:
                     raise Dismissed(message.why)
@@ -181,27 +192,13 @@ class _Session:
                     gate_open=trouble is None,
                     tokens_per_s=rate,
                     why=trouble.what if trouble is not None else "",
+                    hash=self._intake.hash,
                 )
             )
 
-    async def _take_versions(self) -> None:
-        """One version at a time, always the newest that is wanted."""
-        while True:
-            await self._wanted_news.wait()
-            self._wanted_news.clear()
-            wanted = self._wanted
-            if wanted is None or wanted.version == self._engine.facts.version:
-                continue
-            try:
-                await self._engine.ask(engine_messages.Stage(wanted.version, wanted.folder))
-                if self._wanted is not wanted:  # a newer one came while this one was read
-                    continue
-                await self._engine.ask(engine_messages.Commit(wanted.version))
-            except RoseError as error:
-                self._outbox.put(messages.VersionReady(wanted.version, engine_messages.fault_of(error)))
-                continue
-            self._runner.flush()  # tokens drawn before it are told before it
-            self._outbox.put(messages.VersionReady(wanted.version))
+    def _tell_version(self, ready: messages.VersionReady) -> None:
+        self._runner.flush()  # tokens drawn before it are told before it
+        self._outbox.put(ready)
 
 
 def _decoded(message: aiohttp.WSMessage) -> list[messages.ToAgent]:

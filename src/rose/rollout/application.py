@@ -27,7 +27,9 @@ FrontHandler = Callable[[Front, web.Request], Awaitable[web.StreamResponse]]
 Next = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 AGENTS: tuple[Role, ...] = ("agent", "trainer")
+LOOKERS: tuple[Role, ...] = ("agent", "trainer", "operator")
 TRAINERS: tuple[Role, ...] = ("trainer",)
+OPERATORS: tuple[Role, ...] = ("operator", "trainer")
 WORKERS: tuple[Role, ...] = ("worker",)
 EVERYBODY: tuple[Role, ...] = ()
 
@@ -55,14 +57,14 @@ ROUTES = (
     Route("POST", "/v1/completions", turn_routes.completions, AGENTS),
     Route("POST", "/tokenize", _of_front(information.tokenize), AGENTS),
     Route("POST", "/detokenize", _of_front(information.detokenize), AGENTS),
-    Route("GET", "/v1/models", _of_front(information.models), AGENTS),
-    Route("GET", "/v1/models/{model:.+}", _of_front(information.model), AGENTS),
+    Route("GET", "/v1/models", _of_front(information.models), LOOKERS),
+    Route("GET", "/v1/models/{model:.+}", _of_front(information.model), LOOKERS),
     Route("POST", "/v1/trajectories", trainer_routes.begin, AGENTS),
     Route("POST", "/v1/trajectories/{trajectory}/finish", trainer_routes.finish, AGENTS),
     Route("GET", "/v1/batches/next", trainer_routes.next_batch, TRAINERS),
     Route("POST", "/v1/versions", trainer_routes.publish, TRAINERS),
     Route("GET", "/v1/pool", trainer_routes.pool, ROLES),
-    Route("POST", "/v1/pool/{member}/drain", trainer_routes.drain, TRAINERS),
+    Route("POST", "/v1/pool/{member}/drain", trainer_routes.drain, OPERATORS),
     Route("GET", CONNECT_PATH, joining.connect, WORKERS),
     Route("GET", "/metrics", _of_front(information.metrics), ROLES),
     Route("GET", "/health", _of_front(information.health), EVERYBODY),

@@ -94,10 +94,12 @@ class GatewayClient:
             pass
         return msgspec.msgpack.decode(reply, type=Batch)
 
-    async def publish(self, version: str, folder: str, wait_s: float = 0.0) -> Published:
-        """A new version of the weights; waits at most this long for the workers to run it."""
-        body = _encoder.encode(PublishBody(version=version, folder=folder, wait_s=wait_s))
-        return msgspec.json.decode(await self._post("/v1/versions", body), type=Published)
+    async def publish(
+        self, version: str, *, folder: str = "", relay: str = "", run: str = "", hash: str = "", wait_s: float = 0.0
+    ) -> Published:
+        """A new version of the weights, in a folder or in a relay; waits at most this long for workers to run it."""
+        body = PublishBody(version=version, folder=folder, relay=relay, run=run, hash=hash, wait_s=wait_s)
+        return msgspec.json.decode(await self._post("/v1/versions", _encoder.encode(body)), type=Published)
 
     async def pool(self) -> dict[str, Any]:
         found: dict[str, Any] = msgspec.json.decode(await self._ask("GET", "/v1/pool"))

@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from rose.coserve.mailbox import Mailbox
 from rose.engines.base import EngineFacts, Request
 from rose.errors import Unavailable
-from rose.rollout.pool import Pool
-from rose.rollout.scheduler import Scheduler
+from rose.rollout.books import Books
 from rose.rollout.trajectories import KeptTurn
-
-NO_VERSION_YET = "0"  # what devices call the weights they were started with
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +30,9 @@ class Expected:
 class TurnDesk:
     """An `EngineHandle`. One per gateway."""
 
-    def __init__(self, pool: Pool, scheduler: Scheduler, context_tokens: int, now_s: Callable[[], float]) -> None:
+    def __init__(self, books: Books, context_tokens: int, now_s: Callable[[], float]) -> None:
         self.gave_up: asyncio.Future[Unavailable] = asyncio.get_running_loop().create_future()
-        self._pool, self._scheduler, self._now_s = pool, scheduler, now_s
+        self._books, self._now_s = books, now_s
         self._context_tokens = context_tokens
         self._kept: dict[str, Expected] = {}  # by request id
         self._facts: EngineFacts = self._sum_up()
@@ -54,8 +51,7 @@ class TurnDesk:
 
     def expect(self, turn: KeptTurn, affinity: str, *, whole: bool) -> str:
         """The id for one more reader of this turn; to be forgotten when the reader is gone."""
-        request_id = f"{turn.key}#{turn.tries}"
-        turn.tries += 1
+        request_id = self._books.next_try(turn)
         self._kept[request_id] = Expected(turn, affinity, whole)
         return request_id
 
@@ -64,9 +60,11 @@ class TurnDesk:
         for request in requests:
             known = self._kept.get(request.request_id)
             if known is None:
-                self._scheduler.submit(request, mailbox, self._now_s())
+                self._books.scheduler.submit(request, mailbox, self._now_s())
             else:
-                self._attach(known, request, mailbox)
+                self._books.turn(
+                    known.turn, request, mailbox, self._now_s(), affinity=known.affinity, whole=known.whole
+                )
         return mailbox
 
     def cancel(self, request_ids: Iterable[str]) -> None:
@@ -74,7 +72,7 @@ class TurnDesk:
         for request_id in list(request_ids):
             known = self._kept.get(request_id)
             if known is None:
-                self._scheduler.cancel([request_id])
+                self._books.scheduler.cancel([request_id], self._now_s())
             else:
                 known.turn.forget(request_id)
 
@@ -86,48 +84,25 @@ class TurnDesk:
 
     def cut(self, turn: KeptTurn, tokens: int) -> None:
         """The turn ends here: its text met a stop string, which the engine knows nothing of."""
-        if turn.is_running:
-            self._scheduler.cancel([turn.run_id])
-        turn.is_running = False
-        turn.produced.cut(tokens)
-        turn.finish_reason = "stop"
-
-    def abandon(self, turns: Iterable[KeptTurn]) -> None:
-        """Their trajectory is over: nobody will read them."""
-        for turn in turns:
-            if turn.is_running:
-                self._scheduler.cancel([turn.run_id])
-                turn.fail(Unavailable("the trajectory was finished while this turn ran"))
+        self._books.cut(turn, tokens, self._now_s())
 
     async def close(self) -> None:
         """The workers are not the gateway's to stop."""
 
-    def _attach(self, known: Expected, request: Request, mailbox: Mailbox) -> None:
-        turn = known.turn
-        if turn.finish_reason is not None or not known.whole:
-            turn.replay(request.request_id, mailbox, self._facts.version)
-        if turn.finish_reason is not None:
-            return
-        if not turn.is_running:
-            self._scheduler.submit(request, turn, self._now_s(), affinity=known.affinity, produced=turn.produced)
-            turn.is_running, turn.run_id = True, request.request_id
-        (turn.waiters if known.whole else turn.readers)[request.request_id] = mailbox
-
     def _sum_up(self) -> EngineFacts:
-        """All members together; the longest context is that of the roomiest."""
-        members = list(self._pool)
+        """All members together. What a borrowed one lends changes, so memory says nothing about the longest context."""
+        members, scheduler = list(self._books.pool), self._books.scheduler
         beats = [member.beat for member in members if member.beat is not None]
-        context = max((min(m.context_tokens, m.kv_tokens or m.context_tokens) for m in members), default=None)
-        versions = [member.version for member in members]
+        context = max((member.context_tokens for member in members), default=None)
         return EngineFacts(
-            version=self._pool.wanted_version or (versions[0] if versions else NO_VERSION_YET),
-            running=self._scheduler.running,
-            waiting=self._scheduler.waiting,
+            version=self._books.version,
+            running=scheduler.running,
+            waiting=scheduler.waiting,
             kv_blocks_limit=max(sum(member.kv_tokens for member in members), context or self._context_tokens),
             kv_blocks_used=sum(beat.kv_used_tokens for beat in beats),
             kv_blocks_cached=0,
             block_tokens=1,
             block_bytes=0,
             max_context_tokens=context or self._context_tokens,
-            generated_tokens=self._scheduler.counts.tokens,
+            generated_tokens=scheduler.counts.tokens,
         )

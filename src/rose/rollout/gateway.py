@@ -1,8 +1,9 @@
 """The gateway: one door for agents, environments and trainers, whatever runs behind it.
 
 It is a `Front` whose engine is the whole pool: requests are checked, tokenised, answered and streamed by the code that
-does so on a device, and what differs is only who runs them. Here everything is put together: pool, scheduler,
-trajectories, and the desk that joins them to the front; and the clock ticks, for leases and for turns that wait.
+does so on a device, and what differs is only who runs them. What is decided is decided in the `Books`; here they are
+put together with the front, by the desk, and with the event loop: the clock ticks, for leases and for turns that wait,
+and what was noted in the ledger is committed.
 """
 
 from __future__ import annotations
@@ -11,20 +12,27 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rose.config.gateway import GatewaySettings
+from rose.errors import Unavailable
 from rose.front.building import build_front
 from rose.front.context import Front
 from rose.front.metrics import FrontMetrics
 from rose.models.folder import ModelFolder
 from rose.observe.metrics import Metrics
+from rose.rollout.books import Books
 from rose.rollout.desk import TurnDesk
-from rose.rollout.messages import Beat, NewVersion, Refused, ToGateway, Tokens, VersionReady
+from rose.rollout.ledger import Ledger, NoLedger
+from rose.rollout.live import Counts
+from rose.rollout.messages import NewVersion, ToGateway
 from rose.rollout.pool import Member, Pool
-from rose.rollout.scheduler import Counts, Scheduler
-from rose.rollout.trajectories import Finish, KeptTurn, Session, Trajectories
+from rose.rollout.scheduler import Scheduler
+from rose.rollout.trajectories import Finish, Session, Trajectories
 
-TICK_S = 0.25
+TICK_S, TICK_S_MIN = 0.25, 0.005
+GATHER_S = 0.005  # what is noted waits this long for more to be written with, unless somebody waits for it
+CHECKPOINT_S = 1.0
 
 
 class News:
@@ -53,77 +61,91 @@ class Gateway:
 
     front: Front
     settings: GatewaySettings
-    pool: Pool
-    scheduler: Scheduler
+    books: Books
     desk: TurnDesk
-    trajectories: Trajectories
     news: News  # of groups that are complete and versions that members took
     now_s: Callable[[], float] = time.monotonic
+
+    @property
+    def pool(self) -> Pool:
+        return self.books.pool
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.books.scheduler
+
+    @property
+    def trajectories(self) -> Trajectories:
+        return self.books.trajectories
 
     # What members do
 
     def heard(self, member: Member, message: ToGateway) -> None:
-        now_s = self.now_s()
-        match message:
-            case Tokens():
-                self.scheduler.heard_tokens(member, message, now_s)
-            case Beat():
-                self.pool.heard(member, message, now_s)
-                self._changed(now_s)
-            case Refused():
-                self.scheduler.heard_refused(member, message, now_s)
-            case VersionReady():
-                self.pool.version_ready(member, message, now_s)
-                self._changed(now_s)
-                self.news.tell()
+        self.books.heard(member, message, self.now_s())
 
     def joined(self, member: Member) -> None:
-        self.pool.catch_up(member, self.now_s())
-        self._changed(self.now_s())
+        self.books.joined(member, self.now_s())
 
     def lost(self, member: Member) -> None:
-        """Its connection ended, or its lease did."""
-        if self.pool.remove(member):
-            member.close()
-            self.scheduler.lost(member, self.now_s())
-            self._changed(self.now_s())
-            self.news.tell()
+        """Its connection ended."""
+        self.books.lost(member, self.now_s())
 
     # What trainers and environments do
 
     def publish(self, version: NewVersion) -> None:
-        self.pool.publish(version, self.now_s())
-        self._changed(self.now_s())
+        """Raises Unavailable."""
+        self.books.publish(version, self.now_s())
 
     def finish(self, trajectory_id: str, finish: Finish) -> Session:
-        """Raises KeyError, RequestRefused."""
-        known = self.trajectories.get(trajectory_id)
-        turns = list(known.turns) if known is not None else []
-        session = self.trajectories.finish(trajectory_id, finish, self.now_s())
-        self._leave(trajectory_id, turns)
-        self.news.tell()
-        return session
+        """Raises KeyError, RequestRefused, Unavailable."""
+        return self.books.finish(trajectory_id, finish, self.now_s())
 
-    async def tick_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self.tick(self.now_s())
+    async def durable(self) -> None:
+        """Until all that was done so far is. Raises Unavailable if it cannot be."""
+        done: asyncio.Future[Unavailable | None] = asyncio.get_running_loop().create_future()
+        self.books.ledger.then(lambda trouble: None if done.done() else done.set_result(trouble))
+        trouble = await done
+        if trouble is not None:
+            raise trouble
 
     def tick(self, now_s: float) -> None:
-        for member in self.pool.expired(now_s):
-            self.lost(member)
-        self.scheduler.place(now_s)  # a member that had closed itself for a while may be open again
-        self.scheduler.expire(now_s)
-        for session in self.trajectories.idle(now_s):
-            self.finish(session.trajectory_id, Finish(is_lost=True))
+        self.books.tick(now_s)
 
-    def _changed(self, now_s: float) -> None:
-        self.desk.refresh()
-        self.scheduler.place(now_s)
+    async def tick_for_ever(self) -> None:
+        await asyncio.gather(self._tick_for_ever(), self._checkpoint_for_ever())
 
-    def _leave(self, trajectory_id: str, turns: Iterable[KeptTurn]) -> None:
-        self.desk.abandon(turns)
-        self.scheduler.forget_affinity(trajectory_id)
+    async def _tick_for_ever(self) -> None:
+        while True:
+            wanted_s = self.books.next_s()
+            await asyncio.sleep(TICK_S if wanted_s is None else min(TICK_S, max(TICK_S_MIN, wanted_s - self.now_s())))
+            self.tick(self.now_s())
+
+    async def _checkpoint_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(CHECKPOINT_S)
+            await asyncio.to_thread(self.books.ledger.checkpoint)
+
+
+class Settling:
+    """Commits what was noted in the ledger: at once if somebody waits for it, else with what comes in a moment."""
+
+    def __init__(self, ledger: NoLedger) -> None:
+        self._ledger = ledger
+        self._waiting: asyncio.Handle | None = None
+        self._is_urgent = False
+
+    def on_work(self, is_urgent: bool) -> None:
+        loop = asyncio.get_running_loop()
+        if is_urgent and not self._is_urgent:
+            if self._waiting is not None:
+                self._waiting.cancel()
+            self._waiting, self._is_urgent = loop.call_soon(self._commit), True
+        elif self._waiting is None:
+            self._waiting = loop.call_later(GATHER_S, self._commit)
+
+    def _commit(self) -> None:
+        self._waiting, self._is_urgent = None, False
+        self._ledger.commit()
 
 
 class GatewayMetrics(FrontMetrics):
@@ -137,17 +159,18 @@ class GatewayMetrics(FrontMetrics):
 
 
 def build_gateway(folder: ModelFolder, settings: GatewaySettings) -> Gateway:
-    """Inside a running loop."""
+    """Inside a running loop. Raises ConfigError for a ledger that is not this model's."""
     name = settings.model_name or folder.name
-    pool = Pool(name, settings.lease_s)
-    scheduler = Scheduler(pool, waiting_max=settings.max_waiting, wait_s=settings.wait_s)
-    desk = TurnDesk(pool, scheduler, folder.spec.max_context_tokens, time.monotonic)
+    ledger = Ledger(Path(settings.ledger), name) if settings.ledger is not None else NoLedger()
+    ledger.listen(Settling(ledger).on_work)
+    books = Books(name, settings, ledger, now_s=time.monotonic())
+    desk = TurnDesk(books, folder.spec.max_context_tokens, time.monotonic)
     figures = Metrics()
     front = replace(
         build_front(folder, name, settings, desk), metrics=GatewayMetrics(name, lambda: desk.facts, figures)
     )
-    trajectories = Trajectories(settings.max_trajectories, settings.idle_s)
-    gateway = Gateway(front, settings, pool, scheduler, desk, trajectories, News())
+    gateway = Gateway(front, settings, books, desk, News())
+    books.on_news, books.on_change = gateway.news.tell, desk.refresh
     _show(gateway, figures)
     return gateway
 
@@ -168,6 +191,11 @@ def _show(gateway: Gateway, figures: Metrics) -> None:
         "rose_gateway_trajectories_finished",
         "Trajectories that have finished.",
         lambda: gateway.trajectories.finished,
+    )
+    ledger = gateway.books.ledger
+    figures.mirror("counter", "rose_gateway_ledger_commits", "Writes to the ledger.", lambda: ledger.commits)
+    figures.mirror(
+        "gauge", "rose_gateway_ledger_trouble", "1 while it cannot be written.", lambda: ledger.trouble is not None
     )
 
 

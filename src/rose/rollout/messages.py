@@ -4,6 +4,9 @@ A frame is one msgpack list of messages, each with a tag that says what it is: w
 in one frame, so the number of frames grows with time, not with turns. Frames are bounded, and nothing but these
 messages is ever decoded; a peer that sends anything else is cut off.
 
+Weights have a name and a hash. The name is the publisher's own and stands in every span of tokens; the hash is that of
+all their numbers, and a worker tells the hash of what it really runs, or nothing while it does not know it.
+
 A *ticket* is one placement of one turn on one worker, numbered once and for ever. Everything an agent says about a turn
 carries its ticket, so what a worker says about a turn that was taken from it meets a closed door.
 """
@@ -37,6 +40,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     seats: Annotated[int, Meta(ge=1)]
     kv_tokens: Annotated[int, Meta(ge=0)]
     context_tokens: Annotated[int, Meta(ge=1)]
+    hash: str = ""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -50,6 +54,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     gate_open: bool
     tokens_per_s: float = 0.0
     why: str = ""  # the gate is closed
+    hash: str = ""
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -78,10 +83,16 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class VersionReady(msgspec.Struct, frozen=True, tag=True):
-    """The worker runs this version from now on, or could not take it."""
+    """The worker runs this version from now on, or could not take it.
+
+    `seconds` by phase: those of the receiver, `stage` for the engine's own copy, and `commit`, in which lies the pause.
+    """
 
     version: str
     fault: Fault | None = None
+    hash: str = ""
+    size_bytes: int = 0  # read from the relay
+    seconds: dict[str, float] = {}
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -109,10 +120,17 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class NewVersion(msgspec.Struct, frozen=True, tag=True):
-    """Stage these weights beside the running ones, then swap between two steps."""
+    """Stage these weights beside the running ones, then swap between two steps.
+
+    They lie in a folder that the worker can read, or under the run's name in a relay; there the hash says which they
+    are. Whatever is taken must have it.
+    """
 
     version: Name
-    folder: str
+    folder: str = ""
+    relay: str = ""
+    run: str = ""
+    hash: str = ""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):

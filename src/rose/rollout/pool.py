@@ -1,14 +1,18 @@
 """The members of the pool: devices whose agents have joined, each believed for as long as it says how it is.
 
-A member holds a lease that every heartbeat renews; when it runs out the member is gone, whatever its connection says,
-and its turns go elsewhere. Weights are reconciled, not commanded once: whenever a member shows another version than the
-published one, because it just joined or its engine was restarted, it is told again. Turns are placed only on members
-that run the published version.
+A member holds a lease, numbered once and for ever, that every heartbeat renews; when it runs out the member is gone,
+whatever its connection says, its turns go elsewhere, and what it still says of them is not heard. Weights are
+reconciled, not commanded once: whenever a member shows other weights than the published ones, because it just joined or
+its engine was restarted, it is told again.
+
+Turns are placed only on members whose version is within the bound: the published one, or one of the `max_staleness`
+before it. A version is believed by its name, unless both the trainer and the member tell a hash: then they must agree,
+and a member whose weights are not what it says gets no turns, and the pool says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rose.core.router import WorkerView
@@ -17,6 +21,7 @@ from rose.rollout.messages import Beat, Join, Kind, NewVersion, ToAgent, Version
 
 STAGING_S = 120.0  # a member that has not said a word about a version for this long is told again
 RETRY_S = 5.0  # between two tries of a version that a member could not take
+VERSIONS_MAX = 1024  # of which it is known in which order they were published
 
 Send = Callable[[ToAgent], None]
 
@@ -34,7 +39,11 @@ class Member:
     send: Send
     lease_until_s: float
     joined_s: float
+    lease: int = 0
+    hash: str = ""
     gate_open: bool = True
+    gated_since_s: float | None = None
+    opened_s: float = 0.0  # when its gate last opened
     draining: bool = False
     closed_until_s: float = 0.0
     told_version: str | None = None
@@ -46,26 +55,22 @@ class Member:
     turns_ended: int = 0
     close: Callable[[], None] = lambda: None
 
-    def view(self, wanted: str | None) -> WorkerView:
-        return WorkerView(
-            name=self.name,
-            is_dedicated=self.kind == "dedicated",
-            is_open=self.gate_open and not self.draining and wanted in (None, self.version),
-            turns=len(self.tickets),
-            seats=self.seats,
-            tokens_held=self.tokens_held,
-            kv_tokens=self.kv_tokens,
-            closed_until_s=self.closed_until_s,
-        )
+    @property
+    def is_taking(self) -> bool:
+        """It was told of a version that it does not run yet."""
+        return self.told_version not in (None, self.version)
 
 
 class Pool:
     """`wanted` is the version that was published last; None before the first."""
 
-    def __init__(self, model_name: str, lease_s: float) -> None:
-        self.wanted: NewVersion | None = None
-        self._model_name, self._lease_s = model_name, lease_s
+    def __init__(self, model_name: str, lease_s: float, *, max_staleness: int = 0, first_lease: int = 1) -> None:
+        self.max_staleness = max_staleness
+        self._model_name, self._lease_s, self._next_lease = model_name, lease_s, first_lease
         self._members: dict[str, Member] = {}
+        self._published: dict[str, NewVersion] = {}  # oldest first
+        self._numbers: dict[str, int] = {}
+        self._newest = -1
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -76,13 +81,77 @@ class Pool:
     def get(self, name: str) -> Member | None:
         return self._members.get(name)
 
+    def has(self, member: Member) -> bool:
+        """Whether this very member is still here; another may have its name by now."""
+        return self._members.get(member.name) is member
+
+    # Versions
+
+    @property
+    def wanted(self) -> NewVersion | None:
+        return next(reversed(self._published.values()), None)
+
     @property
     def wanted_version(self) -> str | None:
-        return self.wanted.version if self.wanted is not None else None
+        return next(reversed(self._published), None)
 
-    def views(self) -> list[WorkerView]:
-        wanted = self.wanted_version
-        return [member.view(wanted) for member in self._members.values()]
+    @property
+    def published(self) -> Sequence[NewVersion]:
+        """Those that turns may run on, oldest first."""
+        return list(self._published.values())[-1 - self.max_staleness :]
+
+    @property
+    def oldest(self) -> int | None:
+        """The number of the oldest version that turns may run on; None before the first was published."""
+        return max(0, self._newest - self.max_staleness) if self._published else None
+
+    def is_since(self, version: str, oldest: int | None) -> bool:
+        """Whether a version is that with this number or was published after it."""
+        return oldest is None or self._numbers.get(version, -1) >= oldest
+
+    def may_run(self, member: Member) -> bool:
+        """Whether its weights are within the bound, and are what it says they are."""
+        return self.is_since(member.version, self.oldest) and not self.is_lying(member)
+
+    def is_lying(self, member: Member) -> bool:
+        """Or does not know: an agent that was started anew takes the weights again, and then it does."""
+        known = self._published.get(member.version)
+        return known is not None and bool(known.hash) and known.hash != member.hash
+
+    def publish(self, version: NewVersion, now_s: float) -> None:
+        """A new version of the weights, for all members here and those to come."""
+        self.restore([version])
+        for member in self._members.values():
+            self.catch_up(member, now_s)
+
+    def restore(self, versions: Sequence[NewVersion]) -> None:
+        """Versions that were published, oldest first."""
+        for version in versions:
+            if version.version != self.wanted_version:
+                self._newest += 1
+            self._published.pop(version.version, None)
+            self._published[version.version] = version
+            self._numbers[version.version] = self._newest
+        for old in list(self._published)[:-VERSIONS_MAX]:
+            del self._published[old], self._numbers[old]
+
+    def catch_up(self, member: Member, now_s: float) -> None:
+        """Tell a member of the published version, unless it runs that or is taking it."""
+        wanted = self.wanted
+        if wanted is None or not self.has(member):
+            return
+        if self.is_lying(member):
+            found = f"its weights are others (hash {member.hash})" if member.hash else "not what the weights' hash is"
+            member.trouble = f"it says version `{member.version}`, but {found}"
+        elif member.version == wanted.version:
+            return
+        if member.told_version == wanted.version and now_s < member.tell_again_s:
+            return
+        is_lying = member.version == wanted.version
+        member.told_version, member.tell_again_s = wanted.version, now_s + (RETRY_S if is_lying else STAGING_S)
+        member.send(wanted)
+
+    # Members
 
     def join(self, join: Join, send: Send, now_s: float) -> Member:
         """Raises RequestRefused for a name that is taken or another model. To be followed by `catch_up`."""
@@ -100,47 +169,66 @@ class Pool:
             send,
             lease_until_s=now_s + self._lease_s,
             joined_s=now_s,
+            lease=self._next_lease,
+            hash=join.hash,
+            opened_s=now_s,
         )
+        self._next_lease += 1
         self._members[join.name] = member
         return member
 
     def heard(self, member: Member, beat: Beat, now_s: float) -> None:
         member.lease_until_s = now_s + self._lease_s
         member.beat = beat
-        member.version, member.gate_open, member.kv_tokens = beat.version, beat.gate_open, beat.kv_tokens
+        self._runs(member, beat.version, beat.hash)
+        member.kv_tokens = beat.kv_tokens
+        if beat.gate_open and not member.gate_open:
+            member.gated_since_s, member.opened_s = None, now_s
+        elif not beat.gate_open and member.gate_open:
+            member.gated_since_s = now_s
+        member.gate_open = beat.gate_open
         self.catch_up(member, now_s)
 
     def version_ready(self, member: Member, ready: VersionReady, now_s: float) -> None:
         member.lease_until_s = now_s + self._lease_s
         if ready.fault is None:
-            member.version, member.trouble = ready.version, ""
+            self._runs(member, ready.version, ready.hash)
+            member.trouble = ""
             self.catch_up(member, now_s)
         else:
             member.trouble = f"version `{ready.version}`: {ready.fault.what}"
             member.tell_again_s = now_s + RETRY_S
 
-    def publish(self, version: NewVersion, now_s: float) -> None:
-        """A new version of the weights, for all members here and those to come."""
-        self.wanted = version
-        for member in self._members.values():
-            self.catch_up(member, now_s)
-
-    def catch_up(self, member: Member, now_s: float) -> None:
-        """Tell a member of the published version, unless it runs that or is taking it."""
-        wanted = self.wanted
-        if wanted is None or member.version == wanted.version:
-            return
-        if member.told_version == wanted.version and now_s < member.tell_again_s:
-            return
-        member.told_version, member.tell_again_s = wanted.version, now_s + STAGING_S
-        member.send(wanted)
+    def view(self, member: Member) -> WorkerView:
+        beat = member.beat
+        return WorkerView(
+            name=member.name,
+            is_dedicated=member.kind == "dedicated",
+            is_open=member.gate_open and not member.draining and self.may_run(member),
+            seats=member.seats,
+            kv_tokens=member.kv_tokens,
+            closed_until_s=member.closed_until_s,
+            prefill_tok_s=getattr(beat, "prefill_tok_s", None),
+            decode_tok_s=getattr(beat, "decode_tok_s", None),
+            slack_s=getattr(beat, "slack_s", None),
+            gated_since_s=member.gated_since_s,
+            version=member.version,
+        )
 
     def expired(self, now_s: float) -> list[Member]:
         return [member for member in self._members.values() if now_s > member.lease_until_s]
 
+    def renew(self, now_s: float) -> None:
+        """It was the gateway that heard nothing: every lease begins anew."""
+        for member in self._members.values():
+            member.lease_until_s = max(member.lease_until_s, now_s + self._lease_s)
+
     def remove(self, member: Member) -> bool:
         """False if it is gone already, or another has its name."""
-        if self._members.get(member.name) is not member:
+        if not self.has(member):
             return False
         del self._members[member.name]
         return True
+
+    def _runs(self, member: Member, version: str, weights_hash: str) -> None:
+        member.version, member.hash = version, weights_hash

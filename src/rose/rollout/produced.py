@@ -1,4 +1,4 @@
-"""What one turn has produced so far, wherever it ran: tokens, log-probabilities and which weights drew which of them.
+"""What one turn has produced so far, wherever it ran: tokens, log-probabilities, which weights drew which, and who.
 
 It only grows, piece by piece, and at any moment it is what another worker needs to go on (`partial`) and what a reader
 who comes late, or asks again, is told (`events`).
@@ -14,7 +14,7 @@ Alternatives = tuple[tuple[int, float], ...]
 
 
 class Produced:
-    __slots__ = ("cached_tokens", "logprobs", "spans", "token_ids", "top_logprobs")
+    __slots__ = ("cached_tokens", "logprobs", "spans", "token_ids", "top_logprobs", "workers")
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -22,18 +22,26 @@ class Produced:
         self.top_logprobs: list[Alternatives] = []  # empty, or one entry per token
         self.spans: list[Span] = []
         self.cached_tokens: int | None = None
+        self.workers: list[str] = []  # in the order they came in
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def add(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], version: str, top: Sequence[Alternatives] = ()
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        version: str,
+        top: Sequence[Alternatives] = (),
+        worker: str = "",
     ) -> None:
         assert len(token_ids) == len(logprobs), f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities"
         start = len(self.token_ids)
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.top_logprobs += top
+        if worker and token_ids and worker not in self.workers:
+            self.workers.append(worker)
         end = len(self.token_ids)
         if self.spans and self.spans[-1].version == version:
             self.spans[-1] = Span(version, self.spans[-1].start, end)
@@ -66,6 +74,7 @@ class Produced:
                     finish_reason if is_last else None,
                     tuple(self.top_logprobs[part]),
                     self.cached_tokens if span.start == 0 else None,
+                    tuple(self.workers) if span.start == 0 else (),
                 )
             )
         if not found and finish_reason is not None:

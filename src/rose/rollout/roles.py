@@ -1,8 +1,9 @@
 """Who may do what at the gateway: one token per role, from the environment or made at every start.
 
 Agents (environments) send turns and finish trajectories, workers join the pool, trainers take batches and publish
-weights; a trainer may do what an agent may. A token that was made is kept in a file that only its user can read, so
-that the other commands of the same user find it; it goes when the gateway goes.
+weights, and may do what an agent may; operators see how everything is and send workers away, and no more. A token that
+was made is kept in a file that only its user can read, so that the other commands of the same user find it; it goes
+when the gateway goes.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from rose.front.devices import folder as devices_folder
 from rose.front.failures import Failure
 from rose.front.tokens import check_bearer, token_from
 
-Role = Literal["agent", "worker", "trainer"]
+Role = Literal["agent", "worker", "trainer", "operator"]
 VARIABLES: dict[Role, str] = {
     "agent": "ROSE_AGENT_TOKEN",
     "worker": "ROSE_WORKER_TOKEN",
     "trainer": "ROSE_TRAINER_TOKEN",
+    "operator": "ROSE_OPERATOR_TOKEN",
 }
-ROLES: tuple[Role, ...] = ("agent", "worker", "trainer")
+ROLES: tuple[Role, ...] = ("agent", "worker", "trainer", "operator")
 
 
 class Tokens(msgspec.Struct, frozen=True):
     agent: str
     worker: str
     trainer: str
+    operator: str
 
     def of(self, role: Role) -> str:
         found: str = getattr(self, role)

@@ -13,19 +13,20 @@ import logging
 import os
 import socket
 from pathlib import Path
+from typing import cast
 
 from aiohttp import web
 
 from rose.config.gateway import GatewaySettings
 from rose.errors import Unavailable
 from rose.front.application import InFlight
-from rose.front.connections import Doorkeeper
+from rose.front.connections import Doorkeeper, cut
 from rose.front.listening import BACKLOG, FAREWELL_S, KEEP_ALIVE_S, Say, Signals
 from rose.front.ports import cannot_listen, take_port
 from rose.models.folder import load_model_folder
 from rose.rollout.application import application
 from rose.rollout.gateway import Gateway, build_gateway
-from rose.rollout.roles import GatewayCard, shown, tokens_from_environment
+from rose.rollout.roles import VARIABLES, GatewayCard, shown, tokens_from_environment
 
 GARBAGE_AFTER = 20_000  # allocations; a turn makes hundreds, and nearly all of them go without the collector
 LISTENING_ON_ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -61,6 +62,25 @@ async def run_gateway(model: Path, settings: GatewaySettings, *, say: Say = prin
             for member in list(gateway.pool):
                 gateway.lost(member)
             await runner.cleanup()
+            gateway.books.ledger.close()
+
+
+class PatientDoorkeeper(Doorkeeper):
+    """Whoever has not said what it wants within `read_timeout_s` must go: it would hold a place for ever."""
+
+    def __init__(self, server: web.Server, settings: GatewaySettings) -> None:
+        super().__init__(server, settings.max_connections)
+        self._patience_s = settings.read_timeout_s
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        asyncio.get_running_loop().call_later(self._patience_s, _cut_if_silent, cast(asyncio.Transport, transport))
+
+
+def _cut_if_silent(transport: asyncio.Transport) -> None:
+    handler = transport.get_protocol()
+    if not transport.is_closing() and getattr(handler, "_request_count", 1) == 0:
+        cut(transport)
 
 
 def _settle_memory() -> None:
@@ -75,9 +95,7 @@ async def _listen(runner: web.AppRunner, listener: socket.socket, settings: Gate
     assert http is not None
     loop = asyncio.get_running_loop()
     try:
-        return await loop.create_server(
-            lambda: Doorkeeper(http, settings.max_connections), sock=listener, backlog=BACKLOG
-        )
+        return await loop.create_server(lambda: PatientDoorkeeper(http, settings), sock=listener, backlog=BACKLOG)
     except OSError as error:
         raise cannot_listen(settings, error) from error
 
@@ -119,5 +137,10 @@ def _url(listener: socket.socket) -> str:
 
 def _welcome(gateway: Gateway, url: str, card: Path, say: Say) -> None:
     say(f"the gateway for {gateway.front.model_name} is ready at {url}")
-    say(f"its tokens are in {card}, or where you set them (ROSE_AGENT_TOKEN, ROSE_WORKER_TOKEN, ROSE_TRAINER_TOKEN)")
+    if gateway.settings.ledger is not None:
+        under_way = gateway.scheduler.waiting
+        held = f"{len(gateway.trajectories)} trajectories, {under_way} turns under way"
+        say(f"its ledger is {gateway.settings.ledger}: {held}")
+    names = ", ".join(VARIABLES.values())
+    say(f"its tokens are in {card}, or where you set them ({names})")
     say(f"try: rose serve --lend MODEL --gateway {url}")

@@ -27,6 +27,7 @@ MSGPACK = "application/msgpack"
 POLL_S_DEFAULT, POLL_S_MAX = 30.0, 120.0
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Place = Annotated[str, Meta(max_length=4096)]
 Value = TypeVar("Value", int, float)
 
 
@@ -63,11 +64,15 @@ class Finished(msgspec.Struct):
 class PublishBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`wait_s` waits for the members of the pool to run it, and then says which do.
 
-    A version means one set of weights for ever: members that run it do not read the folder again.
+    A version means one set of weights for ever: members that run it do not read them again. They lie in a folder that
+    all members can read, or under the run's name in a relay.
     """
 
     version: Name
-    folder: Annotated[str, Meta(min_length=1, max_length=4096)]
+    folder: Place = ""
+    relay: Place = ""
+    run: Annotated[str, Meta(max_length=100)] = ""
+    hash: Annotated[str, Meta(max_length=128)] = ""
     wait_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
 
 
@@ -81,6 +86,7 @@ class MemberShown(msgspec.Struct):
     name: str
     kind: str
     version: str
+    hash: str  # of the weights it runs, as far as it knows
     state: str
     turns: int
     seats: int
@@ -106,7 +112,7 @@ BEGIN, FINISH, PUBLISH = BodyReader(BeginBody), BodyReader(FinishBody), BodyRead
 
 async def begin(gateway: Gateway, request: web.Request) -> web.Response:
     body = BEGIN.read(await gateway.front.read(request))
-    session = gateway.trajectories.begin(
+    session = gateway.books.begin(
         body.id or f"trajectory-{uuid.uuid4().hex}",
         gateway.now_s(),
         group=body.group,
@@ -114,6 +120,7 @@ async def begin(gateway: Gateway, request: web.Request) -> web.Response:
         task=body.task,
         seed=body.seed,
     )
+    await gateway.durable()
     return json_response(Begun(session.trajectory_id, session.group_id, session.task, session.seed))
 
 
@@ -126,6 +133,7 @@ async def finish(gateway: Gateway, request: web.Request) -> web.Response:
         raise Failure(404, f"there is no trajectory `{name[:80]}`", code="not_found") from error
     except RequestRefused as error:
         raise Failure(409, error.what, code="already_finished") from error
+    await gateway.durable()
     return json_response(Finished(name, session.turn_count, session.forks))
 
 
@@ -133,9 +141,10 @@ async def next_batch(gateway: Gateway, request: web.Request) -> web.Response:
     groups = _number(request, "groups", int, 1, 1, 1 << 20)
     after = _number(request, "after", int, 0, 0, 1 << 62)
     wait_s = _number(request, "wait_s", float, POLL_S_DEFAULT, 0.0, POLL_S_MAX)
-    found = await _until(gateway, lambda: gateway.trajectories.batch(groups, after), wait_s)
+    found = await _until(gateway, lambda: gateway.books.batch(groups, after), wait_s)
     if found is None:
         return web.Response(status=204)
+    await gateway.durable()
     if MSGPACK in request.headers.get("Accept", ""):
         return web.Response(body=msgspec.msgpack.encode(found), content_type=MSGPACK)
     return web.Response(body=msgspec.json.encode(found), content_type="application/json")
@@ -143,7 +152,10 @@ async def next_batch(gateway: Gateway, request: web.Request) -> web.Response:
 
 async def publish(gateway: Gateway, request: web.Request) -> web.Response:
     body = PUBLISH.read(await gateway.front.read(request))
-    gateway.publish(NewVersion(body.version, body.folder))
+    if bool(body.folder) == bool(body.relay) or bool(body.relay) != bool(body.run):
+        raise bad_request("a version lies in a `folder`, or in a `relay` under the name of a `run`", param="folder")
+    gateway.publish(NewVersion(body.version, body.folder, body.relay, body.run, body.hash))
+    await gateway.durable()
     if body.wait_s:
         await _until(gateway, lambda: _all_run(gateway, body.version) or None, body.wait_s)
     ready = [member.name for member in gateway.pool if member.version == body.version]
@@ -170,7 +182,7 @@ async def drain(gateway: Gateway, request: web.Request) -> web.Response:
     member = gateway.pool.get(name)
     if member is None:
         raise Failure(404, f"there is no worker `{name[:80]}`; GET /v1/pool lists them", code="not_found")
-    gateway.scheduler.drain(member, gateway.now_s())
+    gateway.books.drain(member, gateway.now_s())
     return json_response(_shown(member, gateway))
 
 
@@ -208,6 +220,7 @@ def _shown(member: Member, gateway: Gateway) -> MemberShown:
         name=member.name,
         kind=member.kind,
         version=member.version,
+        hash=member.hash,
         state=_state(member, gateway),
         turns=len(member.tickets),
         seats=member.seats,
@@ -226,4 +239,4 @@ def _state(member: Member, gateway: Gateway) -> str:
         return "draining"
     if not member.gate_open or gateway.now_s() < member.closed_until_s:
         return "closed"
-    return "open" if gateway.pool.wanted_version in (None, member.version) else "behind"
+    return "open" if gateway.pool.may_run(member) else "behind"

@@ -2,6 +2,10 @@
 
 The group is its own baseline (GRPO), so no value model is needed. Divided by the spread of the group, a rare
 success among many failures weighs more than one among equals; `none` leaves that out.
+
+Trajectories that wrote too much lose reward before that (DAPO's soft overlong punishment): nothing up to a buffer
+before the limit, then more with every token, and all of the penalty at the limit and beyond. Which groups are worth
+training on was decided before, by the rewards that the environment gave.
 """
 
 from __future__ import annotations
@@ -24,3 +28,12 @@ def group_advantages(rewards: Sequence[float], scale: Scale = "spread") -> list[
         return differences
     spread = (sum(difference**2 for difference in differences) / (len(rewards) - 1)) ** 0.5
     return [difference / (spread + SPREAD_FLOOR) for difference in differences]
+
+
+def overlong_loss(tokens: int, tokens_max: int, buffer_tokens: int, penalty: float = 1.0) -> float:
+    """What a trajectory of so many tokens loses of its reward; never negative. A limit of 0 is none."""
+    if not tokens_max or tokens <= tokens_max - buffer_tokens:
+        return 0.0
+    if tokens >= tokens_max:
+        return penalty
+    return penalty * (tokens - (tokens_max - buffer_tokens)) / buffer_tokens

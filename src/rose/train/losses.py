@@ -1,21 +1,27 @@
 """Losses of group-relative policy optimisation, as rows of a table.
 
-A loss is made of three choices: what the probability ratio is taken over (a token, or later a sequence: GSPO), what
-is maximised given ratio and advantage (PPO's clipped product, or later CISPO's clipped weight), and how tokens are
+A loss is made of three choices: what the probability ratio is taken over (a token or a sequence), what is maximised
+given ratio and advantage (PPO's clipped product, or a log-probability with a clipped weight), and how tokens are
 averaged.
 
     loss = - sum over tokens of  weight x importance x surrogate(ratio, advantage)
+           + kl_beta x sum over tokens of  weight x divergence(reference, new)
 
-Three log-probabilities of a token are at play. *new*: the weights being changed. *old*: the trainer's weights when
+Four log-probabilities of a token are at play. *new*: the weights being changed. *old*: the trainer's weights when
 the batch began; ratio = new / old, and clipping keeps one batch from moving the model too far. *rollout*: what the
 engine reported when it drew the token, under its own arithmetic and perhaps older weights. importance = old /
-rollout corrects for that difference, truncated from above so that no single token rules a batch.
+rollout corrects for that difference, truncated from above so that no single token rules a batch; a whole sequence
+whose tokens differ too much, by their geometric mean, is left out. *reference*: the model the job began with, if the
+loss is to keep near it; the divergence is estimated by r - log r - 1 with r = reference / new (Schulman's k3), which is
+never negative and right on average.
 
 With one update per batch new equals old, the ratio is 1 with the gradient of the log-probability, and nothing is
 clipped.
 
     grpo   clipped alike on both sides; every trajectory weighs the same, however long it is
     dapo   clipped later upwards than downwards, which keeps rare good tokens alive; every token weighs the same
+    gspo   one ratio for a whole sequence, the geometric mean of its tokens', clipped closely
+    cispo  no token is cut off: the ratio is a weight without gradient, and it is the weight that is clipped
 """
 
 from __future__ import annotations
@@ -41,6 +47,7 @@ class ScoredTokens:
     advantages: Tensor
     weights: Tensor
     sequences: Tensor
+    reference: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +71,49 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """`value` has the gradient; the sums are over the micro-batch's tokens."""
+    """`value` has the gradient; sums and counts are over the micro-batch's tokens."""
 
     value: Tensor
     importance_sum: float
     truncated: int
     clipped: int
+    left_out: int  # with their sequences
+    gap_sum: float  # |old - rollout|, in nats
+    gap_max: float
+    rollout_divergence_sum: float  # of the trainer's distribution from the one that was drawn from
+    reference_divergence_sum: float
 
 
 def token_ratio(tokens: ScoredTokens) -> Tensor:
     return (tokens.new - tokens.old).exp()
 
 
+def sequence_ratio(tokens: ScoredTokens) -> Tensor:
+    """The geometric mean over each sequence stands for each of its tokens."""
+    return sequence_means(tokens.new - tokens.old, tokens.sequences).exp()[tokens.sequences]
+
+
+def sequence_means(values: Tensor, sequences: Tensor) -> Tensor:
+    """One per sequence."""
+    counts = torch.bincount(sequences)
+    sums = torch.zeros(len(counts), dtype=values.dtype).index_add(0, sequences, values)
+    return sums / counts
+
+
 def clipped_product(ratio: Tensor, tokens: ScoredTokens, clipping: Clipping) -> Tensor:
     """PPO: never more to gain than at the edge of the clipping range."""
     inside = ratio.clamp(1 - clipping.low, 1 + clipping.high)
     return torch.minimum(ratio * tokens.advantages, inside * tokens.advantages)
+
+
+def clipped_weight(ratio: Tensor, tokens: ScoredTokens, clipping: Clipping) -> Tensor:
+    """CISPO: the gradient is that of the log-probability, however far the ratio has gone."""
+    return ratio.detach().clamp(1 - clipping.low, 1 + clipping.high) * tokens.advantages * tokens.new
+
+
+def divergence(log_ratio: Tensor) -> Tensor:
+    """Of the distribution that tokens came from, estimated per token; `log_ratio` is log other - log theirs."""
+    return log_ratio.exp() - log_ratio - 1
 
 
 def by_sequence(lengths: Sequence[int]) -> list[float]:
@@ -95,6 +129,10 @@ def by_token(lengths: Sequence[int]) -> list[float]:
 LOSSES: dict[str, Loss] = {
     "grpo": Loss(token_ratio, clipped_product, by_sequence, lambda s: Clipping(s.clip_low, s.clip_low)),
     "dapo": Loss(token_ratio, clipped_product, by_token, lambda s: Clipping(s.clip_low, s.clip_high)),
+    "gspo": Loss(
+        sequence_ratio, clipped_product, by_sequence, lambda s: Clipping(s.sequence_clip_low, s.sequence_clip_high)
+    ),
+    "cispo": Loss(token_ratio, clipped_weight, by_token, lambda s: Clipping(1.0, s.weight_max - 1)),
 }
 
 
@@ -112,19 +150,42 @@ def compute_loss(tokens: ScoredTokens, settings: LossSettings) -> LossResult:
     loss = find_loss(settings.name)
     clipping = loss.clipping(settings)
     ratio = loss.ratio(tokens)
-    importance = (tokens.old - tokens.rollout).exp().detach()
+    gap = (tokens.old - tokens.rollout).detach()
+    importance = gap.exp()
     truncated = importance.clamp(max=settings.importance_max)
+    left_out = _left_out(gap, tokens.sequences, settings)
+    if left_out is not None:
+        truncated = truncated.masked_fill(left_out, 0.0)
     value = -(tokens.weights * truncated * loss.surrogate(ratio, tokens, clipping)).sum()
+    reference_divergence = 0.0
+    if tokens.reference is not None:
+        away = divergence(tokens.reference - tokens.new)
+        value = value + settings.kl_beta * (tokens.weights * away).sum()
+        reference_divergence = float(away.detach().sum())
     return LossResult(
         value=value,
         importance_sum=float(importance.sum()),
         truncated=int((importance > settings.importance_max).sum()),
         clipped=int(_is_clipped(ratio.detach(), tokens.advantages, clipping).sum()),
+        left_out=0 if left_out is None else int(left_out.sum()),
+        gap_sum=float(gap.abs().sum()),
+        gap_max=float(gap.abs().max()) if len(gap) else 0.0,
+        rollout_divergence_sum=float(divergence(gap).sum()),
+        reference_divergence_sum=reference_divergence,
     )
 
 
+def _left_out(gap: Tensor, sequences: Tensor, settings: LossSettings) -> Tensor | None:
+    """Tokens of sequences that the trainer finds too much likelier or unlikelier than the engine did."""
+    if not settings.sequence_importance_max:
+        return None
+    means = sequence_means(gap, sequences).exp()
+    is_out = (means < settings.sequence_importance_min) | (means > settings.sequence_importance_max)
+    return is_out[sequences]
+
+
 def _is_clipped(ratio: Tensor, advantages: Tensor, clipping: Clipping) -> Tensor:
-    """Tokens whose gradient clipping has cut off."""
+    """Tokens whose gradient clipping has cut off, or, where it is a weight, made smaller."""
     up = (ratio > 1 + clipping.high) & (advantages > 0)
     down = (ratio < 1 - clipping.low) & (advantages < 0)
     return up | down

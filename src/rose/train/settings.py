@@ -6,14 +6,25 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rose.config.schema import setting
+from rose.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
-    name: str = setting("dapo", "grpo or dapo")
-    clip_low: float = setting(0.2, "how far below 1 a ratio still counts", minimum=0, maximum=1)
-    clip_high: float = setting(0.28, "how far above 1 a ratio still counts; grpo uses clip_low", minimum=0)
-    importance_max: float = setting(2.0, "truncates trainer / rollout probability", minimum=1)
+    name: Literal["grpo", "dapo", "gspo", "cispo"] = setting("dapo", "grpo, dapo, gspo or cispo")
+    clip_low: float = setting(0.2, "how far below 1 a token's ratio still counts", minimum=0, maximum=1)
+    clip_high: float = setting(0.28, "how far above 1 a token's ratio still counts; grpo uses clip_low", minimum=0)
+    sequence_clip_low: float = setting(3e-4, "gspo: how far below 1 a sequence's ratio counts", minimum=0, maximum=1)
+    sequence_clip_high: float = setting(4e-4, "gspo: how far above 1 a sequence's ratio counts", minimum=0)
+    weight_max: float = setting(5.0, "cispo: the most that a ratio weighs", minimum=1)
+    importance_max: float = setting(2.0, "truncates trainer / rollout probability of a token", minimum=1)
+    sequence_importance_min: float = setting(
+        0.0, "sequences whose mean ratio is below are left out", minimum=0, maximum=1
+    )
+    sequence_importance_max: float = setting(
+        0.0, "sequences whose mean ratio is above are left out; 0 keeps all", minimum=0
+    )
+    kl_beta: float = setting(0.0, "weight of the divergence from the model the job began with; 0 has none", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +35,27 @@ class TrainSettings:
     updates: int = setting(1, "updates per batch; more than one needs a forward pass more", minimum=1)
     temperature: float = setting(1.0, "of the rollouts; the trainer must use the same", minimum=0.01)
     advantage_scale: Literal["spread", "none"] = setting("spread", "what advantages are divided by")
+    overlong_tokens: int = setting(0, "trajectories that wrote more lose reward; 0 has no such limit", minimum=0)
+    overlong_buffer_tokens: int = setting(0, "how long before that limit the loss begins to grow", minimum=0)
+    overlong_penalty: float = setting(1.0, "reward lost at the limit and beyond", minimum=0)
     rows_max: int = setting(16, "trajectories per micro-batch", minimum=1)
     tokens_max: int = setting(8192, "tokens per micro-batch, padding included", minimum=1)
     spike_factor: float = setting(10.0, "a gradient this many times the median is skipped", minimum=1)
     starved_steps_max: int = setting(5, "steps in a row without a group to learn from, before rolling back", minimum=1)
     roll_backs_max: int = setting(2, "roll-backs before a starved job stops; 0 stops at once", minimum=0)
     loss: LossSettings = field(default_factory=LossSettings)
+
+
+def check_train(settings: TrainSettings) -> None:
+    """Values that do not go together. Raises ConfigError."""
+    if settings.overlong_buffer_tokens > settings.overlong_tokens:
+        raise ConfigError(
+            f"train.overlong_buffer_tokens is {settings.overlong_buffer_tokens}, and the limit it leads to is "
+            f"{settings.overlong_tokens}",
+            hint="set train.overlong_tokens to the most tokens that a trajectory should write",
+        )
+    if 0 < settings.loss.sequence_importance_max <= settings.loss.sequence_importance_min:
+        raise ConfigError(
+            "train.loss.sequence_importance_max is not above sequence_importance_min: every sequence would be left out",
+            hint="0.5 and 2 leave out what the trainer finds half or twice as likely, per token",
+        )

@@ -10,10 +10,8 @@ the healthy batch's own update, which is the one under suspicion.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,55 +19,20 @@ from torch import Tensor
 from rose.core.groups import StepGroups
 from rose.core.trajectory import Trajectory
 from rose.errors import RoseError
-from rose.train.advantages import group_advantages
+from rose.train.advantages import group_advantages, overlong_loss
 from rose.train.batch import MicroBatch, Sample, micro_batches
 from rose.train.guards import SpikeGuard, StarvationGuard
 from rose.train.losses import ScoredTokens, compute_loss, find_loss
 from rose.train.model import CausalModel, are_finite
-from rose.train.settings import TrainSettings
+from rose.train.reporting import StepReport, Sums, Verdict, staleness, tokens_by_version
+from rose.train.settings import TrainSettings, check_train
 
-Verdict = Literal["updated", "spike", "not_finite", "starved", "rolled_back"]
 ADAM_BETAS = (0.9, 0.95)
 ROLL_BACK_RATE_FACTOR = 0.5
 
 
 class TrainingStarved(RoseError):
     """No group had anything to learn from, for too long."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step did. Shares are of the trained tokens; of a step that trained nothing they are 0."""
-
-    step: int
-    verdict: Verdict
-    groups_kept: int
-    groups_total: int
-    trajectories: int = 0
-    trajectories_refused: int = 0  # with log-probabilities that are no numbers
-    trained_tokens: int = 0
-    computed_tokens: int = 0  # context and padding included
-    loss: float = 0.0
-    gradient_norm: float = 0.0
-    learning_rate: float = 0.0
-    entropy: float = 0.0
-    importance_mean: float = 0.0
-    truncated_share: float = 0.0
-    clipped_share: float = 0.0
-    tokens_by_version: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Over the micro-batches of one update."""
-
-    loss: float = 0.0
-    entropy: float = 0.0
-    importance: float = 0.0
-    truncated: int = 0
-    clipped: int = 0
-    trained_tokens: int = 0
-    computed_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -81,12 +44,19 @@ class Snapshot:
 
 
 class Trainer:
-    """Owns a model's weights and the optimiser's state. One thread calls it."""
+    """Owns a model's weights and the optimiser's state. One thread calls it.
 
-    def __init__(self, model: CausalModel, settings: TrainSettings | None = None) -> None:
+    `reference` is what the loss keeps near, if its settings want that; without one, the model as it is now.
+    """
+
+    def __init__(
+        self, model: CausalModel, settings: TrainSettings | None = None, reference: CausalModel | None = None
+    ) -> None:
         self.model = model
         self.settings = settings or TrainSettings()
         find_loss(self.settings.loss.name)
+        check_train(self.settings)
+        self.reference = (reference or _copied(model)) if self.settings.loss.kl_beta else None
         self.step = 0
         self.learning_rate_factor = 1.0
         self.spikes = SpikeGuard(self.settings.spike_factor)
@@ -96,10 +66,13 @@ class Trainer:
         )
         self._healthy: Snapshot | None = None
 
-    def learn(self, groups: Sequence[Sequence[Trajectory]], counts: StepGroups | None = None) -> StepReport:
+    def learn(
+        self, groups: Sequence[Sequence[Trajectory]], counts: StepGroups | None = None, version: str | None = None
+    ) -> StepReport:
         """Update the weights from whole groups. Raises TrainingStarved when there is no way on.
 
-        `counts` says how many groups were drawn to find these; without it all of them were kept.
+        `counts` says how many groups were drawn to find these; without it all of them were kept. `version` is that of
+        the weights as they are now, from which staleness counts; without it, the newest that wrote a token.
         """
         self.step += 1
         total = counts.total if counts else len(groups)
@@ -109,7 +82,23 @@ class Trainer:
         self.starvation.observe(len(groups))
         self._healthy = self.snapshot()
         verdict, sums, norm = self._update_all(samples)
-        return self._report(verdict, samples, sums, norm, (len(groups), total), refused)
+        written = tokens_by_version([sample.trajectory for sample in samples])
+        stale_mean, stale_max = staleness(written, version)
+        return StepReport(
+            step=self.step,
+            verdict=verdict,
+            groups_kept=len(groups),
+            groups_total=total,
+            trajectories=len(samples),
+            trajectories_refused=refused,
+            trajectories_overlong=sum(self._overlong_loss(sample.trajectory) > 0 for sample in samples),
+            gradient_norm=norm,
+            learning_rate=self.learning_rate(),
+            staleness_mean=stale_mean,
+            staleness_max=stale_max,
+            tokens_by_version=written,
+            **sums.shown(),
+        )
 
     def snapshot(self) -> Snapshot:
         weights = {name: weight.detach().clone() for name, weight in self.model.weights.items()}
@@ -142,7 +131,7 @@ class Trainer:
             whole = [trajectory for trajectory in group if _is_sound(trajectory)]
             refused += len(group) - len(whole)
             if len(whole) >= 2:
-                rewards = [trajectory.reward for trajectory in whole]
+                rewards = [trajectory.reward - self._overlong_loss(trajectory) for trajectory in whole]
                 found += zip(whole, group_advantages(rewards, self.settings.advantage_scale))
         if not found:
             return [], refused
@@ -151,42 +140,54 @@ class Trainer:
             Sample(trajectory, advantage, weight) for (trajectory, advantage), weight in zip(found, weights)
         ], refused
 
-    def _update_all(self, samples: Sequence[Sample]) -> tuple[Verdict, _Sums, float]:
+    def _overlong_loss(self, trajectory: Trajectory) -> float:
+        settings = self.settings
+        if not settings.overlong_tokens:
+            return 0.0
+        limits = settings.overlong_tokens, settings.overlong_buffer_tokens, settings.overlong_penalty
+        return overlong_loss(trajectory.generated_tokens, *limits)
+
+    def _update_all(self, samples: Sequence[Sample]) -> tuple[Verdict, Sums, float]:
         """Every update of the batch; the first that is refused ends it."""
-        # What has no advantage has no gradient either: it counts in the weights of the others and is not computed.
-        useful = [sample for sample in samples if sample.advantage]
+        # What has no advantage has no gradient either, unless the loss looks at the reference: it counts in the
+        # weights of the others and is not computed.
+        useful = [sample for sample in samples if sample.advantage or self.reference is not None]
         batches = micro_batches(useful, self.settings.rows_max, self.settings.tokens_max)
-        old = self._old_logprobs(batches) if self.settings.updates > 1 else None
+        old = self._logprobs_of(self.model, batches) if self.settings.updates > 1 else None
+        reference = self._logprobs_of(self.reference, batches) if self.reference is not None else None
         before = self._healthy
         for _ in range(self.settings.updates):
-            sums = self._accumulate(batches, old)
+            sums = self._accumulate(batches, old, reference)
             verdict, norm = self._apply(sums.loss, before or self.snapshot())
             if verdict != "updated":
                 break
             before = None
         return verdict, sums, norm
 
-    def _old_logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def _logprobs_of(self, model: CausalModel, batches: Sequence[MicroBatch]) -> list[Tensor]:
         with torch.no_grad():
-            return [self.model.logprobs(b.token_ids, b.scored, self.settings.temperature)[0] for b in batches]
+            return [model.logprobs(b.token_ids, b.scored, self.settings.temperature)[0] for b in batches]
 
-    def _accumulate(self, batches: Sequence[MicroBatch], old: Sequence[Tensor] | None) -> _Sums:
+    def _accumulate(
+        self, batches: Sequence[MicroBatch], old: Sequence[Tensor] | None, reference: Sequence[Tensor] | None
+    ) -> Sums:
         """Gradients of the whole batch, micro-batch by micro-batch."""
         self._optimiser.zero_grad(set_to_none=True)
-        sums = _Sums()
+        sums = Sums()
         for index, batch in enumerate(batches):
             new, entropy = self.model.logprobs(batch.token_ids, batch.scored, self.settings.temperature)
-            before = new.detach() if old is None else old[index]
-            tokens = ScoredTokens(new, before, batch.rollout, batch.advantages, batch.weights, batch.sequences)
+            tokens = ScoredTokens(
+                new=new,
+                old=new.detach() if old is None else old[index],
+                rollout=batch.rollout,
+                advantages=batch.advantages,
+                weights=batch.weights,
+                sequences=batch.sequences,
+                reference=None if reference is None else reference[index],
+            )
             result = compute_loss(tokens, self.settings.loss)
             result.value.backward()
-            sums.loss += float(result.value.detach())
-            sums.entropy += float(entropy.sum())
-            sums.importance += result.importance_sum
-            sums.truncated += result.truncated
-            sums.clipped += result.clipped
-            sums.trained_tokens += len(new)
-            sums.computed_tokens += batch.tokens
+            sums.add(result, float(entropy.sum()), len(new), batch.tokens)
         return sums
 
     def _apply(self, loss: float, before: Snapshot) -> tuple[Verdict, float]:
@@ -219,41 +220,13 @@ class Trainer:
         name: Verdict = "rolled_back" if verdict == "roll_back" else "starved"
         return StepReport(self.step, name, 0, total, trajectories_refused=refused)
 
-    def _report(
-        self,
-        verdict: Verdict,
-        samples: Sequence[Sample],
-        sums: _Sums,
-        norm: float,
-        groups: tuple[int, int],
-        refused: int,
-    ) -> StepReport:
-        tokens = max(1, sums.trained_tokens)
-        written = Counter[str]()
-        for sample in samples:
-            written.update(version for version in sample.trajectory.versions if version)
-        return StepReport(
-            step=self.step,
-            verdict=verdict,
-            groups_kept=groups[0],
-            groups_total=groups[1],
-            trajectories=len(samples),
-            trajectories_refused=refused,
-            trained_tokens=sums.trained_tokens,
-            computed_tokens=sums.computed_tokens,
-            loss=sums.loss,
-            gradient_norm=norm,
-            learning_rate=self.learning_rate(),
-            entropy=sums.entropy / tokens,
-            importance_mean=sums.importance / tokens,
-            truncated_share=sums.truncated / tokens,
-            clipped_share=sums.clipped / tokens,
-            tokens_by_version=dict(written),
-        )
-
 
 def _is_sound(trajectory: Trajectory) -> bool:
     return trajectory.generated_tokens > 0 and all(map(math.isfinite, trajectory.logprobs))
+
+
+def _copied(model: CausalModel) -> CausalModel:
+    return CausalModel(model.spec, {name: weight.detach().clone() for name, weight in model.weights.items()})
 
 
 def _cloned(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,11 +10,11 @@ import os
 from pathlib import Path
 
 from rose.errors import ConfigError
-from rose.weights.manifest import check_secret
 from rose.weights.relay.base import Relay
 from rose.weights.relay.opening import Access, open_relay
 
 SECRET, SECRET_FILE = "ROSE_RELAY_SECRET", "ROSE_RELAY_SECRET_FILE"
+SECRET_BYTES_MIN = 16
 
 
 def run_secret(given: bytes | None = None, file: Path | str | None = None) -> bytes:
@@ -34,6 +34,15 @@ def run_secret(given: bytes | None = None, file: Path | str | None = None) -> by
         "the run's secret is not known here",
         hint=f"make one with `openssl rand -hex 32`, and set {SECRET} or {SECRET_FILE} for the trainer and all workers",
     )
+
+
+def check_secret(secret: bytes) -> bytes:
+    if len(secret) < SECRET_BYTES_MIN:
+        raise ConfigError(
+            f"the run's secret has {len(secret)} bytes; at least {SECRET_BYTES_MIN} are needed",
+            hint="make one with: openssl rand -hex 32",
+        )
+    return secret
 
 
 def reach(relay: Relay | str, secret: bytes, access: Access | None = None) -> Relay:

@@ -187,7 +187,8 @@ def _row_shard(holdings: Holdings, ranks: int, rank: int) -> list[Holding]:
         first, last = min(rank * run, rows), min((rank + 1) * run, rows)
         piece = _local_rows(held, first, last)
         if piece is not None:
-            found.append(replace(piece, local_shape=(last - first, *held.local_shape[1:])))
+            shape = (last - first, *held.local_shape[1:]) if held.local_shape else ()
+            found.append(replace(piece, local_shape=shape))
     return found
 
 
@@ -214,6 +215,9 @@ def _flat_shard(holdings: Holdings, ranks: int, rank: int) -> list[Holding]:
 def _boxes_of_run(box: Box, first: int, last: int) -> Iterator[Box]:
     """The boxes, in order, that numbers `first` up to `last` of a box fill when it is read row by row."""
     if first == last:
+        return
+    if not box.shape:
+        yield box
         return
     if len(box.shape) == 1:
         yield Box(box.tensor, (box.start[0] + first,), (box.start[0] + last,))

@@ -107,9 +107,6 @@ def _named(source: Any) -> Iterator[tuple[str, Local]]:
         if _type_name(array) not in FLOATS:
             hint = "pass a dict of the tensors to publish"
             raise ConfigError(f"`{name}` is {_type_name(array)}; weights are bf16, fp16 or fp32", hint=hint)
-        if not array.shape:
-            hint = "give it one: tensor.reshape(1)"
-            raise ConfigError(f"`{name}` is a single number with no dimensions", hint=hint)
         place, strides = _place(array)
         identity = (place, tuple(array.shape), strides)
         if place and identity in seen:

@@ -23,14 +23,13 @@ import numpy as np
 import xxhash
 
 from rose.core.versions import Link, VersionId
-from rose.errors import ConfigError, RequestRefused
+from rose.errors import RequestRefused
 from rose.weights.coding import BITS, Bits, Payload
 from rose.weights.shards import Box, Tensor, check_cover
 
 FORMAT = 1
 MAGIC = b"ROSE1"
 SEAL_BYTES = 32
-SECRET_BYTES_MIN = 16
 RECORD_BYTES_MAX = 256 << 20  # about a million pieces
 
 Record = TypeVar("Record", bound=msgspec.Struct)
@@ -204,15 +203,6 @@ def version_hash(tensors: Sequence[TensorEntry], pieces: Sequence[PieceEntry]) -
     """One word for all the weights of a version, whichever link led to it."""
     lines = sorted((tensors[p.tensor].name, tensors[p.tensor].dtype, p.start, p.stop, p.content_hash) for p in pieces)
     return hashlib.sha256(msgspec.msgpack.encode(lines)).hexdigest()[:32]
-
-
-def check_secret(secret: bytes) -> bytes:
-    if len(secret) < SECRET_BYTES_MIN:
-        raise ConfigError(
-            f"the run's secret has {len(secret)} bytes; at least {SECRET_BYTES_MIN} are needed",
-            hint="make one with: openssl rand -hex 32",
-        )
-    return secret
 
 
 def _seal_of(secret: bytes, key: str, body: Any) -> bytes:

@@ -63,6 +63,11 @@ class Published:
     def ratio(self) -> float:
         return self.dense_bytes / max(1, self.size_bytes)
 
+    @property
+    def label(self) -> str:
+        """A name for ever: a number alone means other weights after a trainer was restarted."""
+        return f"{self.version.version}-{self.hash[:8]}"
+
 
 class Publication:
     """A version on its way."""

@@ -25,6 +25,7 @@ from rose.core.versions import Link, VersionId
 from rose.errors import RequestRefused, RoseError, Unavailable
 from rose.weights.chain import READS_MAX, Folder, Names, Patience
 from rose.weights.coding import Codec, SparseCodec, check_same
+from rose.weights.connecting import check_secret
 from rose.weights.manifest import (
     Claim,
     Manifest,
@@ -32,7 +33,6 @@ from rose.weights.manifest import (
     Record,
     WeightsRefused,
     check_manifest,
-    check_secret,
     payload_hash,
     unseal,
 )

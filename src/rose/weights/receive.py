@@ -11,6 +11,10 @@ is untouched; the next `fetch` goes on from what is already right. After `instal
 makes it equal to the new one (a copy costs what decoding the same delta again would, and no bytes), so that the next
 fetch has only the next delta to apply. `prepare` may be called any time before that; else `fetch` does it.
 
+Whoever was told which version to run names it by its hash, `fetch(hash)`, and gets that one, however many newer ones
+there are by then. The one that is installed is handed out again without a look at the relay: an engine that was
+restarted needs it once more.
+
 An engine that lays weights out in its own way, as the embedded one does, copies them when it stages: it needs one slot
 only (`slots=1`), and nothing has to be installed. In one process it takes `received.tensors`; in another, the folder.
 Two slots are for engines that run on the arrays, or that may read the folder again later.
@@ -91,6 +95,7 @@ class Receiver:
         self._slots: list[Slot] = []
         self._running: Slot | None = None
         self._pending: tuple[Slot, Received] | None = None
+        self._installed: Received | None = None
         self._refused_seen = 0
         self._metrics = metrics
         self.newest: VersionId | None = None  # in the relay, as of the last look
@@ -106,13 +111,16 @@ class Receiver:
             raise WeightsRefused(f"nothing in the relay can be used; `{key}`: {why}")
         return self.newest
 
-    def fetch(self) -> Received | None:
+    def fetch(self, wanted_hash: str = "") -> Received | None:
         """The newest version if it is newer than the one installed, ready to swap in; None if it is not.
 
-        Raises if it cannot be had; then nothing has changed for whoever runs the old one.
+        With a hash it is the version that has it, and never None. Raises if it cannot be had; then nothing has changed
+        for whoever runs the old one.
         """
+        if wanted_hash and self._installed is not None and self._installed.hash == wanted_hash:
+            return self._installed
         try:
-            return self._fetch()
+            return self._fetch(wanted_hash)
         except Exception as error:
             if self._metrics is not None:
                 self._metrics.failed(error)
@@ -122,9 +130,12 @@ class Receiver:
 
     def installed(self, received: Received, pause_s: float | None = None) -> None:
         """The engine runs this version now, and nobody reads the one before any more."""
+        if received is self._installed:
+            return
         if self._pending is None or self._pending[1] is not received:
             raise RequestRefused(f"version {received.version} is not the one that was fetched last")
         self._running, self._pending = self._pending[0], None
+        self._installed = received if self._slot_count == 2 else None
         if self._metrics is not None:
             self._metrics.looked(self.lag_versions, 0)
             if pause_s is not None:
@@ -153,6 +164,11 @@ class Receiver:
         return None if self._running is None else self._running.version
 
     @property
+    def latest(self) -> Received | None:
+        """What was installed last."""
+        return self._installed
+
+    @property
     def lag_versions(self) -> int:
         """How many versions the relay has beyond the installed one."""
         held = self.version
@@ -164,14 +180,16 @@ class Receiver:
 
     # Inside
 
-    def _fetch(self) -> Received | None:
+    def _fetch(self, wanted_hash: str) -> Received | None:
         begin_s = time.perf_counter()
         self._relay.reset()
         self._codec.seconds = 0.0
         target = self.look()
+        if wanted_hash:
+            target = self._with_hash(wanted_hash)
         if self._pending is not None and target is not None and self._pending[1].version == target:
             return self._pending[1]
-        if target is None or (self.version is not None and target <= self.version):
+        if target is None or (not wanted_hash and self.version is not None and target <= self.version):
             return None
         seconds = {"list": time.perf_counter() - begin_s}
         self._set_up(target)
@@ -179,6 +197,16 @@ class Receiver:
         self.prepare()
         seconds["prepare"] = time.perf_counter() - begin_s
         return self._bring(self._free(), target, seconds)
+
+    def _with_hash(self, wanted_hash: str) -> VersionId:
+        """The latest version with these numbers: a trainer that went back publishes the same ones again."""
+        for version in reversed(self.reader.versions()):
+            if self.reader.manifest_of(version).version_hash == wanted_hash:
+                return version
+        raise WeightsRefused(
+            f"no version with hash {wanted_hash} is in the relay; the newest there is {self.newest}",
+            hint="do the trainer and this worker use the same relay, and has it kept the version?",
+        )
 
     def _bring(self, slot: Slot, target: VersionId, seconds: dict[str, float]) -> Received:
         self._pending, slot.version = None, None

@@ -101,8 +101,15 @@ class Holding:
         if self.is_flat:
             mine = array[self.offset[0] : self.offset[0] + self.box.elements].reshape(self.box.shape)
         else:
-            mine = array[tuple(slice(o, o + n) for o, n in zip(self.offset, self.box.shape))]
-        return mine if piece is None else mine[piece.slices(self.box)]
+            mine = _part(array, tuple(slice(o, o + n) for o, n in zip(self.offset, self.box.shape)))
+        return mine if piece is None else _part(mine, piece.slices(self.box))
+
+
+def _part(array: Array, slices: tuple[slice, ...]) -> Array:
+    """Never a copy: without the dots, a single number would be one."""
+    where: tuple[Any, ...] = (*slices, ...)
+    found: Array = array[where]
+    return found
 
 
 Holdings = Sequence[Holding]

@@ -31,6 +31,7 @@ from rose.core.versions import Link, VersionId
 from rose.errors import Unavailable
 from rose.weights.chain import READS_MAX, Folder, Names, Patience
 from rose.weights.coding import Bits, Codec, SparseCodec
+from rose.weights.connecting import check_secret
 from rose.weights.manifest import (
     FORMAT,
     BucketEntry,
@@ -43,7 +44,6 @@ from rose.weights.manifest import (
     TensorEntry,
     WeightsRefused,
     check_manifest,
-    check_secret,
     content_hash,
     payload_hash,
     seal,

@@ -36,6 +36,7 @@ LOW_BITS_MAX = 24  # of a gap; a block has no more elements than that
 LARGE = 3  # the kind of step that is followed by a token of its own
 KINDS = 4  # a step of one, two or three ULPs, or a larger one
 SPARSE_HEAD_BYTES = 5  # number of changes, flags
+PACKED_TOGETHER = 4  # blocks decoded in step: each element's place depends on the one before, and a core would wait
 CLASSES = 3  # of magnitudes, when changes are coded by class: two gain 18 %, three 24 %, four 26 %
 CONTEXT_HEAD_BYTES = 5 * CLASSES  # their number, the bounds between them, the size of each part
 CONTEXT_CHANGES_MIN = 64  # below, tables and sizes cost more than classes gain

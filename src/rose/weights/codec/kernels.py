@@ -11,6 +11,7 @@ import numpy as np
 
 from rose.weights.codec import packing, unpacking
 from rose.weights.codec.format import (
+    PACKED_TOGETHER,
     Blocks,
     Body,
     Elements,
@@ -21,6 +22,7 @@ from rose.weights.codec.format import (
     typical_token_counts,
 )
 from rose.weights.codec.prefix_codes import Bytes, lengths_of
+from rose.weights.codec.prefix_codes import Numbers as Offsets
 
 
 @cache
@@ -52,6 +54,12 @@ class KernelBlocks(Blocks):
         mode, size = packing.encode_full_block(new, *self.bits, self.out)
         return Mode(mode), new.tobytes() if mode == Mode.FULL else self.out[:size].tobytes()
 
+    def apply_together(self, data: Body, offsets: Offsets, destination: Elements, elements: int) -> bool:
+        """As many PACKED blocks as `offsets` ends, each whole and of so many elements. False: try them one by one."""
+        return unpacking.apply_packed_together(
+            np.frombuffer(data, np.uint8), offsets, destination, elements, *self.bits
+        )
+
     def apply(self, mode: Mode, body: Body, destination: Elements, elements: int, first: int) -> bool:
         data, last = np.frombuffer(body, np.uint8), first + len(destination)
         if mode == Mode.SPARSE:
@@ -69,3 +77,19 @@ class KernelBlocks(Blocks):
             return False
         destination[:] = np.frombuffer(body, destination.dtype)[first:last]
         return True
+
+
+def warm_up(element_type: ElementType = ElementType.BF16, *, to_encode: bool = False) -> None:
+    """Compile what decodes, or load what an earlier start compiled: now, rather than under the first versions.
+
+    No body here is a valid one; whoever decodes it says so.
+    """
+    elements = 64
+    coder, held = KernelBlocks(element_type, elements), np.zeros(elements, element_type.storage)
+    if to_encode:
+        coder.encode(held, held + held.dtype.type(1))
+        coder.encode_full(held)
+    for mode in Mode:
+        coder.apply(mode, bytes(8), held, elements, 0)
+    offsets = np.arange(PACKED_TOGETHER + 1) * 8
+    coder.apply_together(bytes(8 * PACKED_TOGETHER), offsets, np.tile(held, PACKED_TOGETHER), elements)

@@ -1,0 +1,324 @@
+"""What lending a `vllm serve` costs its users, and what it brings: two vLLM servers on one core, all modes in one run.
+
+    python benchmarks/coserve_vllm.py --vllm-python .venv-vllm/bin/python --json FILE
+
+    alone_1, alone_2   serving alone, twice; the rollout engine is there, parked, with nothing to do
+    ungated            rollouts run whenever the kernel lets them
+    idle, decode       lent under ROSE's admission in these modes
+    rollouts_alone     no serving load
+
+One seeded trace is replayed under every mode: exponential gaps, prompts of 20 to 200 tokens, answers of 8 to 48. TTFT
+counts from the scheduled arrival. Rollouts are turns in a closed loop, 40 prompt tokens and 32 generated. Both
+engines have their workers inside their engine processes, as the rollout engine always has on a CPU. Before anything is
+measured, serving gets the requests from which its step times are learnt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import harness
+
+sys.path.insert(0, str(harness.PROJECT))
+from tests.vllm import engines
+
+from rose.engines.base import Request, Sampling
+from rose.engines.vllm.board import BoardReader
+from rose.engines.vllm.desk import Terms
+from rose.engines.vllm.finding import board_of
+from rose.engines.vllm.process import EngineProcess
+from rose.engines.vllm.worker import VllmWorker
+from rose.errors import RoseError
+from rose.models.presets import write_preset
+
+MODES = ("alone_1", "ungated", "idle", "decode", "alone_2", "rollouts_alone")
+TTFT_S, TPOT_S = 0.5, 0.15
+ALL, LEASE_S = 1 << 20, 3.0
+TURNS = 6  # at once
+COLUMNS = ("mode", "requests", "ttft_p99_ms", "tpot_p99_ms", "itl_p99_ms", "attainment", "rollout_tok_s",
+           "serving_time_share", "breaches", "breaker_trips", "budget_used_ttft", "budget_used_tpot")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    at_s: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class Answer:
+    ttft_s: float
+    gaps_s: list[float] = field(default_factory=list)
+
+    @property
+    def tpot_s(self) -> float:
+        return statistics.fmean(self.gaps_s) if self.gaps_s else 0.0
+
+
+def trace(seed: int, count: int, rate_rps: float) -> list[Asked]:
+    chance, at_s, found = random.Random(seed), 0.0, []
+    for _ in range(count):
+        at_s += chance.expovariate(rate_rps)
+        prompt = tuple(chance.choices(range(250), k=chance.randint(20, 200)))
+        found.append(Asked(at_s, prompt, chance.randint(8, 48)))
+    return found
+
+
+class Bench:
+    """Both engines, for the whole run."""
+
+    def __init__(self, serving: engines.ServingEngine, process: EngineProcess, seed: int) -> None:
+        self.serving, self.process, self.seed = serving, process, seed
+        self.worker: VllmWorker
+        self.turns = 0
+        self.terms: Terms | None = None
+
+    async def ask(self, http: aiohttp.ClientSession, asked: Asked, due_s: float) -> Answer:
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        params = {"max_tokens": asked.max_tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        body = {"token_ids": list(asked.prompt), "sampling_params": params, "stream": True}
+        times_s: list[float] = []
+        async with http.post(self.serving.url + "/inference/v1/generate", json=body) as reply:
+            async for line in reply.content:
+                if line.startswith(b"data: {") and json.loads(line[6:])["choices"]:
+                    times_s.append(time.monotonic())
+        return Answer(times_s[0] - due_s, [b - a for a, b in pairwise(times_s)])
+
+    async def replay(self, asked: list[Asked]) -> list[Answer]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            start_s = time.monotonic() + 0.1
+            return await asyncio.gather(*(self.ask(http, one, start_s + one.at_s) for one in asked))
+
+    async def roll(self, number: int) -> None:
+        while True:
+            self.turns += 1
+            prompt = tuple((number * 7 + self.turns + i) % 250 for i in range(40))
+            request = Request(f"turn-{self.turns}", prompt, Sampling(max_tokens=32, ignore_eos=True, seed=self.turns))
+            async for _ in self.worker.generate(request):
+                pass
+
+    async def keep(self) -> None:
+        while True:
+            until_s = time.monotonic() + LEASE_S
+            self.worker.wish(tokens=ALL, sequences=ALL, until_s=until_s, terms=self.terms)
+            await asyncio.sleep(0.5)
+
+    async def row(self, mode: str, asked: list[Asked], rest_s: float) -> dict[str, Any]:
+        lent_mode = mode if mode in ("idle", "decode") else "idle"
+        board = board_of(self.serving.url)
+        self.terms = None if mode == "ungated" else Terms(str(board), lent_mode, TTFT_S, TPOT_S)  # type: ignore[arg-type]
+        keeper = asyncio.create_task(self.keep())
+        turns = [] if mode.startswith("alone") else [asyncio.create_task(self.roll(i)) for i in range(TURNS)]
+        await asyncio.sleep(1.0)
+        begun, begun_s = self.worker.status(), time.monotonic()
+        busy = Busy(board)
+        if mode == "rollouts_alone":
+            await asyncio.sleep(rest_s)
+            answers: list[Answer] = []
+        else:
+            answers = await self.replay(asked)
+        seconds, ended = time.monotonic() - begun_s, self.worker.status()
+        share = busy.close() / seconds
+        for task in (*turns, keeper):
+            task.cancel()
+        await asyncio.gather(*turns, keeper, return_exceptions=True)
+        tokens = ended.generated_tokens + ended.prompt_tokens - begun.generated_tokens - begun.prompt_tokens
+        found = {"mode": mode, "seconds": round(seconds, 1), "rollout_tok_s": round(tokens / seconds, 1)}
+        found["serving_time_share"] = round(share, 4)
+        found["breaches"] = sum(ended.lent.breaches.values()) - sum(begun.lent.breaches.values())
+        found["breaker_trips"] = ended.lent.breaker_trips
+        return {**found, **figures(answers)}
+
+
+class Busy:
+    """Adds up serving's steps, often enough to miss none."""
+
+    def __init__(self, board: Path) -> None:
+        self._reader = BoardReader(board)
+        self._reader.look()
+        self._task = asyncio.create_task(self._watch())
+        self._seconds = 0.0
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(0.2)
+            self._look()
+
+    def _look(self) -> None:
+        seen = self._reader.look()
+        if seen is not None:
+            self._seconds += sum(step.seconds for step in seen.steps)
+
+    def close(self) -> float:
+        """In all."""
+        self._task.cancel()
+        self._look()
+        self._reader.close()
+        return self._seconds
+
+
+def figures(answers: list[Answer]) -> dict[str, Any]:
+    if not answers:
+        return {"requests": 0}
+    ttfts, tpots = [one.ttft_s for one in answers], [one.tpot_s for one in answers]
+    gaps = [gap for one in answers for gap in one.gaps_s]
+    kept = sum(one.ttft_s <= TTFT_S and one.tpot_s <= TPOT_S for one in answers)
+    share = 0.99 if len(answers) >= 1000 else 0.95
+    return {
+        "requests": len(answers),
+        "percentile": "P99" if share == 0.99 else "P95",
+        "ttft_p99_ms": round(_at(ttfts, share) * 1e3, 1),
+        "tpot_p99_ms": round(_at(tpots, share) * 1e3, 2),
+        "itl_p99_ms": round(_at(gaps, 0.99) * 1e3, 2),
+        "attainment": round(kept / len(answers), 4),
+        "budget_used_ttft": round(_at(ttfts, share) / TTFT_S, 3),
+        "budget_used_tpot": round(_at(tpots, share) / TPOT_S, 3),
+    }
+
+
+def _at(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+async def gated_cpu_share(bench: Bench, seconds: float) -> float:
+    """Of the rollout engine, with turns waiting behind a closed gate while serving works."""
+    bench.terms = Terms(str(board_of(bench.serving.url)), "idle", TTFT_S, TPOT_S)
+    keeper = asyncio.create_task(bench.keep())
+    stop_s = time.monotonic() + seconds + 1.0
+
+    async def use() -> None:
+        while time.monotonic() < stop_s:
+            await bench.serving.answer(list(range(60)), 60)
+
+    users = [asyncio.create_task(use()) for _ in range(2)]
+    turns = [asyncio.create_task(bench.roll(i)) for i in range(TURNS)]
+    await asyncio.sleep(1.0)
+    before_s, begun_s = engines.cpu_s(bench.process.process_id), time.monotonic()
+    await asyncio.sleep(seconds - 0.5)
+    share = (engines.cpu_s(bench.process.process_id) - before_s) / (time.monotonic() - begun_s)
+    for task in (*turns, keeper):
+        task.cancel()
+    await asyncio.gather(*users, *turns, keeper, return_exceptions=True)
+    return round(share, 4)
+
+
+async def gate_close_ms(bench: Bench, tries: int) -> list[float]:
+    """From a request's sending until the rollout engine is parked."""
+    bench.terms = Terms(str(board_of(bench.serving.url)), "idle", TTFT_S, TPOT_S)
+    keeper = asyncio.create_task(bench.keep())
+    turns = [asyncio.create_task(bench.roll(i)) for i in range(TURNS)]
+    found = []
+    for _ in range(tries):
+        while bench.worker.status().state != "running":
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(random.uniform(0.1, 0.3))
+        began_s = time.monotonic()
+        user = asyncio.create_task(bench.serving.answer(list(range(60)), 40))
+        while not ((status := bench.worker.status()).state == "parked" and "serving has work" in status.why):
+            await asyncio.sleep(0.001)
+            if user.done():
+                break
+        else:
+            found.append((status.at_s - began_s) * 1e3)
+        await user
+    for task in (*turns, keeper):
+        task.cancel()
+    await asyncio.gather(*turns, keeper, return_exceptions=True)
+    return found
+
+
+async def measure(bench: Bench, quick: bool, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    bench.worker = await bench.process.start()
+    await bench.serving.ready()
+    os.sched_setaffinity(0, os.sched_getaffinity(0) - {engines.CORE} or {engines.CORE})  # clients have the other cores
+    bench.terms = Terms(str(board_of(bench.serving.url)), "idle", TTFT_S, TPOT_S)
+    keeper = asyncio.create_task(bench.keep())
+    turns = [asyncio.create_task(bench.roll(i)) for i in range(TURNS)]
+    await bench.replay(trace(seed + 1, 60, 6.0))
+    while bench.worker.status().lent.steps < 100:
+        await asyncio.sleep(0.1)
+    for task in (*turns, keeper):
+        task.cancel()
+    await asyncio.gather(*turns, keeper, return_exceptions=True)
+    asked = trace(seed, 60 if quick else 400, 2.0)
+    rows = [await bench.row(mode, asked, 10.0 if quick else 40.0) for mode in MODES]
+    closes = await gate_close_ms(bench, 5 if quick else 20)
+    overall = {
+        "gated_cpu_share": await gated_cpu_share(bench, 4.0 if quick else 10.0),
+        "gate_close_ms": round(statistics.median(closes), 1) if closes else None,
+        "gate_close_ms_high": round(max(closes), 1) if closes else None,
+    }
+    return rows, overall
+
+
+def judged(rows: list[dict[str, Any]], overall: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    by = {row["mode"]: row for row in rows}
+    alone = (by["alone_1"]["attainment"] + by["alone_2"]["attainment"]) / 2
+    spread = abs(by["alone_1"]["attainment"] - by["alone_2"]["attainment"])
+    dedicated = by["rollouts_alone"]["rollout_tok_s"]
+    for mode in ("idle", "decode"):
+        row = by[mode]
+        row["harvest_share"] = round(row["rollout_tok_s"] / dedicated, 3)
+        row["no_waste"] = round(row["harvest_share"] / max(1e-9, 1 - row["serving_time_share"]), 3)
+    by["decode"]["lending_gain"] = round(by["decode"]["rollout_tok_s"] / max(1e-9, by["idle"]["rollout_tok_s"]), 3)
+    lost = {mode: round(by[mode]["attainment"] - alone, 4) for mode in ("ungated", "idle", "decode")}
+    tolerance = max(0.005, spread)
+    bars = [harness.wanted(f"attainment of {mode}, less alone", lost[mode], -tolerance) for mode in ("idle", "decode")]
+    bars += [
+        harness.wanted("CPU share of the gated engine", overall["gated_cpu_share"], 0.03, at_most=True),
+        harness.wanted("no_waste of the better mode", max(by[mode]["no_waste"] for mode in ("idle", "decode")), 0.6),
+    ]
+    return {**overall, "aa_difference": round(spread, 4), "attainment_lost": lost}, bars
+
+
+def main() -> int:
+    options = harness.parser(__doc__ or "")
+    options.add_argument("--vllm-python", type=Path, default=Path(engines.PYTHON or ".venv-vllm/bin/python"))
+    options.add_argument("--serving-model", default="qwen3-3m")
+    options.add_argument("--rollout-model", default="qwen3-3m")
+    arguments = options.parse_args()
+    engines.PYTHON = str(arguments.vllm_python.absolute())
+    begun = harness.machine()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ROSE_BOARDS"] = str(Path(folder) / "boards")
+        models = [Path(folder) / name for name in ("serving", "rollout")]
+        for seed, (preset, model) in enumerate(zip((arguments.serving_model, arguments.rollout_model), models)):
+            write_preset(preset, model, seed=seed)
+        serving = engines.ServingEngine(models[0], Path(folder) / "serving.log")
+        process = EngineProcess(engines.rollout_engine(models[1]))
+        bench = Bench(serving, process, arguments.seed)
+        try:
+            rows, overall = asyncio.run(_whole(bench, process, arguments))
+        finally:
+            serving.close()
+    overall, bars = judged(rows, overall)
+    harness.print_table(rows, COLUMNS)
+    models_of = {"serving": arguments.serving_model, "rollout": arguments.rollout_model}
+    return harness.finish(arguments, "coserve_vllm", rows, bars, begun, models=models_of, **overall)
+
+
+async def _whole(bench: Bench, process: EngineProcess, arguments: Any) -> Any:
+    try:
+        return await measure(bench, arguments.quick, arguments.seed)
+    finally:
+        await process.close()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except RoseError as error:
+        sys.exit(str(error))

@@ -1,0 +1,59 @@
+"""`rose lend vllm`: rollouts beside a `vllm serve` that runs already, within what it can spare.
+
+Starts a rollout engine on the same device and keeps it running, joins a gateway if one is named, and obeys `rose lend
+pause`, `resume` and the others. Ends with Ctrl-C; serving does not notice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rose.errors import ConfigError
+
+MODES = ("idle", "decode")
+EXAMPLE = "for example: rose lend vllm --serving-url http://127.0.0.1:8000 --rollout-model FOLDER --device cpu:0"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Added to `rose lend`'s own options."""
+    group = parser.add_argument_group("with vllm")
+    group.add_argument("--serving-url", metavar="URL", help="the running `vllm serve`; without: a dedicated worker")
+    group.add_argument("--rollout-model", type=Path, metavar="FOLDER", help="what is trained")
+    group.add_argument("--device", default="cpu:0", help="the one that serves: cpu:0, cpu:0-3, cuda:0 (default cpu:0)")
+    group.add_argument("--gateway", metavar="URL", help="the gateway to work for; its token is in ROSE_WORKER_TOKEN")
+    group.add_argument("--mode", choices=MODES, default="idle", help="when to lend (default idle)")
+    group.add_argument("--ttft-ms", type=float, default=500.0, help="budget for a first token (default 500)")
+    group.add_argument("--tpot-ms", type=float, default=150.0, help="budget for every later token (default 150)")
+    group.add_argument("--max-sequences", type=int, default=16, help="rollouts at once (default 16)")
+    group.add_argument("--max-context", type=int, default=4096, help="tokens of the longest rollout (default 4096)")
+    group.add_argument("--step-tokens", type=int, default=256, help="of the largest rollout step (default 256)")
+    group.add_argument("--kv-memory-mb", type=int, default=256, help="KV memory of the rollouts (default 256)")
+    group.add_argument("--vllm-python", default=sys.executable, metavar="PATH", help="the interpreter that has vLLM")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.rollout_model is None:
+        raise ConfigError("which model should the rollouts run?", hint=EXAMPLE)
+    import asyncio
+    import logging
+
+    from rose.core.slo import Budgets
+    from rose.engines.vllm.starting import RolloutEngine
+    from rose.launch.vllm import lend
+    from rose.rollout.vllm_agent import VllmLending
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    budgets = Budgets(arguments.ttft_ms / 1000, arguments.tpot_ms / 1000)
+    engine = RolloutEngine(
+        arguments.rollout_model,
+        arguments.device,
+        max_context_tokens=arguments.max_context,
+        max_sequences=arguments.max_sequences,
+        step_tokens=arguments.step_tokens,
+        kv_memory_mb=arguments.kv_memory_mb,
+        python=arguments.vllm_python,
+    )
+    lending = VllmLending(engine, arguments.serving_url or "", arguments.mode, budgets.ttft_s, budgets.tpot_s)
+    return asyncio.run(lend(lending, arguments.gateway))

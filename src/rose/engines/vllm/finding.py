@@ -1,0 +1,101 @@
+"""Where boards are, and which of them belongs to the server at an address.
+
+Every serving engine writes its board into one folder of its user, in memory, named by its process id. The server at an
+address is whoever listens at its port; its engine is that process or one of its children. Nobody has to be told a
+name.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rose.engines.vllm.board import About, BoardReader
+from rose.errors import ConfigError, Unavailable
+
+FOLDER_VARIABLE = "ROSE_BOARDS"
+LISTENING = "0A"
+
+
+def folder() -> Path:
+    given = os.environ.get(FOLDER_VARIABLE)
+    return Path(given) if given else Path("/dev/shm") / f"rose-{os.getuid()}"
+
+
+def own_folder() -> Path:
+    """The folder, made if it is not there. Raises ConfigError if it is somebody else's."""
+    found = folder()
+    found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if found.stat().st_uid != os.getuid():
+        raise ConfigError(f"{found} belongs to another user", hint=f"name a folder of your own in {FOLDER_VARIABLE}")
+    return found
+
+
+def new_board_path() -> Path:
+    """For this process; boards that dead ones left are removed on the way."""
+    for path in own_folder().glob("*.board"):
+        if not Path(f"/proc/{path.stem}").exists():
+            with suppress(OSError):
+                path.unlink()
+    return own_folder() / f"{os.getpid()}.board"
+
+
+def boards() -> list[tuple[Path, About]]:
+    """Every board of this user whose engine lives."""
+    found = []
+    for path in sorted(folder().glob("*.board")):
+        with suppress(Unavailable):
+            reader = BoardReader(path)
+            found.append((path, reader.about))
+            reader.close()
+    return found
+
+
+def board_of(serving_url: str) -> Path:
+    """Of the server at this address. Raises Unavailable if nobody listens there, ConfigError if it shows nothing."""
+    port = urlsplit(serving_url).port or 80
+    sockets = _listening(port)
+    if not sockets:
+        raise Unavailable(f"nobody listens at port {port} of this machine", hint="is the serving engine up?")
+    for path, about in boards():
+        if any(_holds(process_id, sockets) for process_id in _with_parents(about.process_id)):
+            return path
+    raise ConfigError(
+        f"the server at {serving_url} shows no board, so it cannot be lent safely",
+        hint="restart it with --scheduler-cls rose.engines.vllm.ServingScheduler (on a GPU: AsyncServingScheduler), as "
+        "the same user and on this machine",
+    )
+
+
+def _listening(port: int) -> set[str]:
+    """What /proc/PID/fd shows of sockets that listen at a port."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                    found.add(f"socket:[{fields[9]}]")
+    return found
+
+
+def _holds(process_id: int, sockets: set[str]) -> bool:
+    with suppress(OSError):
+        for descriptor in Path(f"/proc/{process_id}/fd").iterdir():
+            with suppress(OSError):
+                if os.readlink(descriptor) in sockets:
+                    return True
+    return False
+
+
+def _with_parents(process_id: int) -> list[int]:
+    found = []
+    while process_id > 1:
+        found.append(process_id)
+        try:
+            process_id = int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            break
+    return found

@@ -1,0 +1,167 @@
+"""The way to the games' process: started when the first game begins, again when it has died, ended with this one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from rose.envs.base import EnvironmentFailed
+from rose.errors import ConfigError
+
+PACKAGES = ("alfworld", "textworld", "fast_downward")
+START_S_MAX = 60.0
+"""Importing TextWorld takes two seconds, more on a busy machine."""
+
+ANSWER_S_MAX = 25.0
+"""A game answers within a second; one that takes this long hangs. Less than what is usually waited for a step."""
+
+
+def check_packages() -> None:
+    """Raises ConfigError that says how to get what is missing."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"ALFWorld needs packages that are not installed ({', '.join(missing)})",
+            hint="pip install 'rose-rl[alfworld]' (Fast Downward is compiled: it needs g++, make and cmake)",
+        )
+
+
+class GameConnection:
+    """One game in a process of its own. Not for two threads at once, except `close`."""
+
+    def __init__(self, wish: dict[str, Any], answer_s_max: float = ANSWER_S_MAX) -> None:
+        self._pid: int | None = None
+        self._socket = _host.connect()
+        self._socket.settimeout(START_S_MAX)
+        self._stream = self._socket.makefile("rwb")
+        self.first = self.ask(wish)
+        self._pid = self.first.pop("pid")
+        self._socket.settimeout(answer_s_max)
+
+    def ask(self, wish: dict[str, Any]) -> dict[str, Any]:
+        """Raises EnvironmentFailed, TimeoutError; then the game is over."""
+        try:
+            self._stream.write(json.dumps(wish).encode() + b"\n")
+            self._stream.flush()
+            line = self._stream.readline()
+        except TimeoutError:
+            self.kill()
+            raise
+        except (OSError, ValueError) as error:
+            self.close()
+            raise EnvironmentFailed(f"a game's process cannot be reached: {error}") from error
+        if not line.endswith(b"\n"):
+            self.close()
+            raise EnvironmentFailed("a game's process died")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            self.close()
+            raise EnvironmentFailed(f"a game failed: {answer['error']}")
+        return answer
+
+    def kill(self) -> None:
+        """For a game that does not answer."""
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._pid, signal.SIGKILL)
+        self.close()
+
+    def close(self) -> None:
+        """The game ends when it sees that nobody is there."""
+        with contextlib.suppress(OSError, ValueError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.close()
+        self._socket.close()
+
+
+class Host:
+    """The process that games are forked from."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def connect(self) -> socket.socket:
+        """A connection, which is a game. Raises EnvironmentFailed when a second process cannot be reached either."""
+        try:
+            return self._connected()
+        except OSError:
+            self.end()
+        try:
+            return self._connected()
+        except OSError as error:
+            what = f"the games' process cannot be reached: {error}{self._last_words()}"
+            raise EnvironmentFailed(what) from error
+
+    def end(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _connected(self) -> socket.socket:
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                self._begin()
+            assert self._folder is not None
+            path = str(self._folder / "games")
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(START_S_MAX)
+            connection.connect(path)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _begin(self) -> None:
+        check_packages()
+        self._folder = Path(tempfile.mkdtemp(prefix="rose-games-"))
+        with socket.socket(socket.AF_UNIX) as listener, open(self._folder / "errors", "wb") as errors:
+            listener.bind(str(self._folder / "games"))
+            listener.listen(1024)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rose.envs.alfworld.host", str(listener.fileno()), str(self._folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=[listener.fileno()],
+            )
+
+    def _end(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            if self._folder is not None and (words := (self._folder / "errors").read_text().strip()):
+                return f" ({words.splitlines()[-1][:200]})"
+        return ""
+
+
+_host = Host()
+atexit.register(_host.end)

@@ -1,0 +1,99 @@
+"""How a run's weights get to its workers: into a relay after every step, under the run's name, sealed with its secret.
+
+The relay is a folder of the run unless the settings name another. The secret is the one that the environment holds, as
+for every trainer and worker (`weights.connecting`); without one it is made for this run, given to the workers in their
+environment, and kept in `weights.secret` for `rose weights`.
+
+What the run begins with is version 0, so that every worker runs weights whose hash is known from the first turn on. All
+that computes happens in the trainer's thread and in those that it starts.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rose.errors import ConfigError
+from rose.launch.folder import RunFolder
+from rose.launch.settings import WeightsSettings
+from rose.weights.connecting import SECRET, SECRET_FILE, reach, run_secret
+from rose.weights.relay.base import Relay
+from rose.weights.relay.filesystem import FilesystemRelay
+
+if TYPE_CHECKING:
+    from rose.weights.publish import Published, Publisher
+
+SECRET_NAME = "weights.secret"
+
+
+class Publishing:
+    """One per run. `open`, `begin`, then `publish` after every step; `close` at the end."""
+
+    def __init__(self, settings: WeightsSettings, folder: RunFolder) -> None:
+        self.run = folder.name
+        self.address = _absolute(settings.relay or str(folder.weights))
+        self.variables: dict[str, str] = {}  # for the environment of workers
+        self._settings = settings
+        self._secret = self._known_secret(folder)
+        self._relay: Relay | None = None
+        self._publisher: Publisher | None = None
+
+    def open(self) -> None:
+        """Raises ConfigError, Unavailable: before anything else was started."""
+        if self._settings.relay is None:
+            self._relay = FilesystemRelay(self.address, durable=False)  # what must survive a power cut is a checkpoint
+        else:
+            self._relay = reach(self.address, self._secret)
+            self._relay.list(self.run)
+
+    def begin(self, weights: Mapping[str, Any]) -> Published:
+        """Publish version 0, and from now on these tensors as they are then."""
+        from rose.weights.chain import Patience
+        from rose.weights.codec.kernels import warm_up
+        from rose.weights.publish import Publisher
+
+        assert self._relay is not None
+        warm_up(to_encode=True)
+        self._publisher = Publisher(
+            weights,
+            self._relay,
+            run=self.run,
+            secret=self._secret,
+            anchor_every=self._settings.anchor_every,
+            keep_versions=self._settings.keep_versions,
+            patience=Patience(limit_s=self._settings.patience_s),
+        )
+        return self._publisher.publish(0).result()
+
+    def publish(self, version: int) -> Published:
+        """Until workers can have it. An anchor that is due and the cleaning up go on while they take it."""
+        assert self._publisher is not None
+        return self._publisher.publish(version).result()
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._relay is not None:
+            self._relay.close()
+
+    def _known_secret(self, folder: RunFolder) -> bytes:
+        if os.environ.get(SECRET) or os.environ.get(SECRET_FILE):
+            return run_secret()
+        if self._settings.relay is not None and "://" in self._settings.relay:
+            hint = f"set {SECRET} or {SECRET_FILE} to that of the relay, or of your own making: openssl rand -hex 32"
+            raise ConfigError(f"the secret for the relay {self._settings.relay} is not known", hint=hint)
+        made = secrets.token_hex(32)
+        folder.write(SECRET_NAME, made + "\n", mode=0o600)
+        self.variables = {SECRET: made}
+        return made.encode()
+
+
+def _absolute(address: str) -> str:
+    """Folders from the root on: workers may stand elsewhere."""
+    scheme, colon, rest = address.partition(":")
+    if colon and scheme != "file" and not address.startswith(("/", ".")):
+        return address
+    return str(Path(rest if scheme == "file" else address).resolve())

@@ -1,0 +1,239 @@
+"""The ledger: what the gateway must not forget, as rows of a file.
+
+It is the truth of the gateway. What was received of a turn is a row before anybody is told of it; so are begun and
+finished trajectories, published versions and batches that were handed out. When the gateway dies, at whatever moment,
+the next one reads the rows (`rose.rollout.recalling`) and goes on: turns that were under way are run again from what
+was received of them, and whoever did not get an answer asks again and gets the one there is.
+
+Tokens are kept as they came, piece by piece, in blobs of 32-bit numbers (log-probabilities in 64 bits, so that they
+come back to the last bit). Of a prompt only what its predecessor in the trajectory does not hold is kept. The rows of a
+trajectory go when the trainer says that it has the batch; how it ended is remembered a while longer.
+
+`NoLedger` keeps nothing, and everything it is told counts as durable: for gateways that may forget.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rose.engines.base import Request, TokenEvent
+from rose.errors import Unavailable
+from rose.rollout.ledger_file import SET_META, LedgerFile, Told
+from rose.rollout.messages import NewVersion
+
+if TYPE_CHECKING:
+    from rose.rollout.trajectories import Group, KeptTurn, Session
+
+LIFE_BITS = 20  # of the numbers that grow from life to life; the others count within a life
+NUMBERS_PER_LIFE = 1 << 40
+
+ADD_GROUP = "INSERT INTO groups VALUES (?, ?, ?, ?, NULL, NULL)"
+COMPLETE_GROUP = "UPDATE groups SET completed = ? WHERE id = ?"
+BATCH_GROUP = "UPDATE groups SET batch = ? WHERE id = ?"
+DROP_GROUP = "DELETE FROM groups WHERE id = ?"
+ADD_SESSION = "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, NULL, 0, 0, 0)"
+FINISH_SESSION = "UPDATE sessions SET finish = ?, turn_count = ?, forks = ? WHERE id = ?"
+SESSION_GONE = "UPDATE sessions SET is_gone = 1 WHERE id = ?"
+DROP_SESSION = "DELETE FROM sessions WHERE id = ?"
+DROP_TURNS = "DELETE FROM turns WHERE session = ?"
+DROP_PIECES = "DELETE FROM pieces WHERE session = ?"
+ADD_TURN = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL, NULL)"
+END_TURN = "UPDATE turns SET finish = ?, cached = ? WHERE session = ? AND ordinal = ?"
+CUT_TURN = "UPDATE turns SET finish = 'stop', cut = ? WHERE session = ? AND ordinal = ?"
+REPLY_TURN = "UPDATE turns SET messages = ?, reply = ? WHERE session = ? AND ordinal = ?"
+ADD_PIECE = "INSERT INTO pieces VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class NoLedger:
+    """Keeps nothing. Also what every ledger can be told."""
+
+    def __init__(self, life: int | None = None) -> None:
+        """Lives that are not counted are drawn, so that two are hardly ever alike."""
+        self.life = life if life is not None else secrets.randbits(LIFE_BITS) + 1
+
+    @property
+    def trouble(self) -> Unavailable | None:
+        """Why nothing can be kept now."""
+        return None
+
+    @property
+    def commits(self) -> int:
+        return 0
+
+    @property
+    def first_number(self) -> int:
+        """Tickets and leases of this life are counted from here; no other life has the same."""
+        return self.life * NUMBERS_PER_LIFE + 1
+
+    def group(self, group: Group) -> None: ...
+
+    def completed(self, group: Group, order: int) -> None: ...
+
+    def batched(self, number: int, groups: Iterable[Group]) -> None: ...
+
+    def taken(self, group: Group) -> None: ...
+
+    def began(self, session: Session) -> None: ...
+
+    def finished(self, session: Session) -> None: ...
+
+    def let_go(self, session: Session) -> None: ...
+
+    def forgotten(self, session: Session) -> None: ...
+
+    def turn(self, turn: KeptTurn, request: Request) -> None: ...
+
+    def produced(self, turn: KeptTurn, event: TokenEvent) -> None: ...
+
+    def cut(self, turn: KeptTurn, tokens: int) -> None: ...
+
+    def replied(self, turn: KeptTurn) -> None: ...
+
+    def published(self, versions: Sequence[NewVersion]) -> None: ...
+
+    def then(self, told: Told) -> None:
+        told(None)
+
+    def commit(self) -> None: ...
+
+    def checkpoint(self) -> None: ...
+
+    def listen(self, on_work: Callable[[bool], None]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+NO_LEDGER = NoLedger(1)
+
+
+class Ledger(NoLedger):
+    """One file. Raises ConfigError if it is another model's, another schema's or no ledger."""
+
+    def __init__(self, path: Path | None, model: str, *, connection: sqlite3.Connection | None = None) -> None:
+        self.file = LedgerFile(path, model, connection=connection)
+        super().__init__(self.file.life)
+        self._note = self.file.note
+
+    @property
+    def trouble(self) -> Unavailable | None:
+        return self.file.trouble
+
+    @property
+    def commits(self) -> int:
+        return self.file.commits
+
+    # Groups and batches
+
+    def group(self, group: Group) -> None:
+        self._note(ADD_GROUP, group.number, group.name, group.size, group.task)
+
+    def completed(self, group: Group, order: int) -> None:
+        self._note(COMPLETE_GROUP, order, group.number)
+
+    def batched(self, number: int, groups: Iterable[Group]) -> None:
+        self._note(SET_META, "batch", number)
+        for group in groups:
+            self._note(BATCH_GROUP, number, group.number)
+
+    def taken(self, group: Group) -> None:
+        """The trainer has it."""
+        self._note(DROP_GROUP, group.number)
+
+    # Trajectories
+
+    def began(self, session: Session) -> None:
+        group = session.group.number if session.group is not None else None
+        self._note(ADD_SESSION, session.number, session.trajectory_id, group, session.task, session.seed)
+
+    def finished(self, session: Session) -> None:
+        finish = _encoder.encode(session.finish)
+        self._note(FINISH_SESSION, finish, session.turn_count, session.forks, session.number)
+
+    def let_go(self, session: Session) -> None:
+        """Of what it said nothing is needed any more."""
+        self._note(SESSION_GONE, session.number)
+        self._note(DROP_TURNS, session.number)
+        self._note(DROP_PIECES, session.number)
+
+    def forgotten(self, session: Session) -> None:
+        self._note(DROP_SESSION, session.number)
+
+    # Turns
+
+    def turn(self, turn: KeptTurn, request: Request) -> None:
+        parent = turn.parent
+        known = parent.sequence_tokens if parent is not None else 0
+        asked = (request.sampling, request.tenant, request.priority)
+        self._note(
+            ADD_TURN,
+            turn.session_number,
+            turn.ordinal,
+            turn.digest,
+            parent.ordinal if parent is not None else None,
+            array("i", turn.prompt_ids[known:]).tobytes(),
+            _encoder.encode(asked),
+            _messages_of(turn),
+        )
+
+    def produced(self, turn: KeptTurn, event: TokenEvent) -> None:
+        if event.token_ids:
+            self._note(
+                ADD_PIECE,
+                turn.session_number,
+                turn.ordinal,
+                len(turn.produced) - len(event.token_ids),
+                array("i", event.token_ids).tobytes(),
+                array("d", event.logprobs).tobytes(),
+                event.version,
+                _encoder.encode(event.top_logprobs) if event.top_logprobs else None,
+                event.workers[0] if event.workers else "",
+            )
+        if event.finish_reason is not None:
+            cached = turn.produced.cached_tokens
+            self._note(END_TURN, event.finish_reason, cached, turn.session_number, turn.ordinal)
+
+    def cut(self, turn: KeptTurn, tokens: int) -> None:
+        self._note(CUT_TURN, tokens, turn.session_number, turn.ordinal)
+
+    def replied(self, turn: KeptTurn) -> None:
+        """At once: the client is about to hear it, and will say that it did."""
+        self._note(REPLY_TURN, _messages_of(turn), turn.reply_text, turn.session_number, turn.ordinal)
+        self.commit()
+
+    # The rest
+
+    def published(self, versions: Sequence[NewVersion]) -> None:
+        self._note(SET_META, "versions", _encoder.encode(versions))
+
+    def then(self, told: Told) -> None:
+        self.file.then(told)
+
+    def commit(self) -> None:
+        self.file.commit()
+
+    def checkpoint(self) -> None:
+        self.file.checkpoint()
+
+    def listen(self, on_work: Callable[[bool], None]) -> None:
+        self.file.on_work = on_work
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _messages_of(turn: KeptTurn) -> bytes | None:
+    """How many it has in common with its parent, and the rest."""
+    if turn.messages is None:
+        return None
+    before = (turn.parent.messages if turn.parent is not None else None) or ()
+    shared = len(before) if list(turn.messages[: len(before)]) == list(before) else 0
+    return _encoder.encode((shared, list(turn.messages[shared:])))

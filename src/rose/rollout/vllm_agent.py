@@ -1,0 +1,292 @@
+"""Lending beside a `vllm serve` that is not ours: keeps a rollout engine running, and the agent's word renewed.
+
+It is an engine to the gateway's agent (agent.py), as a `Supervisor` or a `Seat` is. Every half a second it looks
+whether the serving engine is there and shows its board, and only then renews a grant of two seconds: whatever happens
+to this process, to the serving engine or to the board, the gate closes by itself. The rollout engine decides step by
+step inside that. When it dies it is started again, with the weights it had; when serving restarts, its new board is
+found and the engine learns its step times anew. Without a serving engine it is a dedicated rollout worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rose.core.admission import Mode
+from rose.coserve import messages
+from rose.coserve.mailbox import Mailbox
+from rose.engines.base import EngineFacts, Request
+from rose.engines.vllm.desk import Status, Terms
+from rose.engines.vllm.finding import board_of, own_folder
+from rose.engines.vllm.process import EngineProcess
+from rose.engines.vllm.starting import RolloutEngine
+from rose.engines.vllm.worker import VllmWorker, engine_facts
+from rose.errors import ConfigError, QueueFull, RequestRefused, RoseError, Unavailable
+from rose.front.tally import Tally
+
+logger = logging.getLogger("rose.agent")
+
+BEAT_S, LEASE_S = 0.5, 2.0
+HANG_S = 30.0  # an engine that has not taken a grant for this long hangs
+QUICK_DEATH_S, QUICK_DEATHS_MAX = 60.0, 3
+PAUSE_S = 2.0
+WAITING_MAX = 256
+ALL = 1 << 20  # tokens and sequences: as many as the engine has
+
+
+@dataclass(frozen=True, slots=True)
+class VllmLending:
+    """What is lent, beside whom, on what terms. Without `serving_url` nobody is served here."""
+
+    engine: RolloutEngine
+    serving_url: str = ""
+    mode: Mode = "idle"
+    ttft_s: float = 0.5
+    tpot_s: float = 0.15
+    slack_share: float = 0.7
+
+    def terms(self, board: Path) -> Terms:
+        return Terms(str(board), self.mode, self.ttft_s, self.tpot_s, self.slack_share)
+
+
+class VllmSeat:
+    """One rollout engine on vLLM. `start` returns when it is up."""
+
+    def __init__(self, lending: VllmLending) -> None:
+        self.gave_up: asyncio.Future[Unavailable] = asyncio.get_running_loop().create_future()
+        self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
+        self.lending = lending
+        self.stopped = ""  # why nothing is lent, by the owner
+        self.wishes: dict[str, object] = {}  # the owner's limits
+        self.restarts = 0
+        self._lock = _lock(lending)
+        self._process: EngineProcess | None = None
+        self._worker: VllmWorker | None = None
+        self._reason = Unavailable("the rollout engine is starting")
+        self._board: Path | None = None
+        self._no_board = ""
+        self._staged: messages.Stage | None = None
+        self._weights: messages.Stage | None = None  # what a new engine must begin with
+        self._tally = Tally()
+        self._turns: dict[str, asyncio.Task[None]] = {}
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises what is wrong with the serving engine or the rollout engine."""
+        self._find_board()
+        if self.lending.serving_url and self._board is None:
+            raise ConfigError(self._no_board)
+        await self._start_engine()
+        self._keeper = asyncio.create_task(self._keep())
+
+    # What the agent asks
+
+    @property
+    def facts(self) -> EngineFacts:
+        if self._worker is not None:
+            with suppress(Unavailable):
+                return self._tally.total(engine_facts(self._worker.status()))
+        return self._tally.total(None)
+
+    @property
+    def trouble(self) -> Unavailable | None:
+        if self._worker is None:
+            return self._reason
+        why = self.stopped or self._no_board
+        return Unavailable(why) if why else None
+
+    @property
+    def status(self) -> Status | None:
+        """Of the engine, if there is one."""
+        with suppress(Unavailable):
+            return self._worker.status() if self._worker is not None else None
+        return None
+
+    def submit(self, requests: Sequence[Request]) -> Mailbox:
+        worker = self._checked()
+        room = self.lending.engine.max_sequences + WAITING_MAX - len(self._turns)
+        if len(requests) > room:
+            raise QueueFull(f"{len(self._turns)} rollouts are running or waiting", hint="retry a little later")
+        mailbox = Mailbox()
+        for request in requests:
+            if request.request_id in self._turns:
+                raise RequestRefused(f"request `{request.request_id}` is already here")
+            self._turns[request.request_id] = asyncio.create_task(self._run(worker, request, mailbox))
+        return mailbox
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            task = self._turns.pop(request_id, None)
+            if task is not None:
+                task.cancel()
+
+    async def ask(self, command: messages.Command) -> messages.Reply:
+        worker = self._checked()
+        match command:
+            case messages.Evict():
+                await worker.evict(command.request_id)
+            case messages.Stage():
+                await worker.stage(command.version, command.folder)
+                self._staged = command
+            case messages.Commit():
+                await self._commit(worker, command.version)
+            case messages.KvBudget():
+                await worker.kv_budget(command.budget_bytes)
+            case messages.GetFacts():
+                pass
+            case _:
+                raise RequestRefused(f"a rollout engine on vLLM does not know `{type(command).__name__}`")
+        return messages.Reply(command.tag, self.facts, gate_open=self.trouble is None)
+
+    async def want(self, **changes: object) -> None:
+        """By the owner; kept over restarts."""
+        self.wishes |= changes
+        if self._worker is not None:
+            await self._worker.want(**self._control())
+
+    async def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        self._reason = Unavailable("the device is shutting down")
+        self._worker = None
+        self.cancel(list(self._turns))
+        if self._process is not None:
+            await self._process.close()
+        os.close(self._lock)
+
+    def _checked(self) -> VllmWorker:
+        if self._worker is None:
+            raise Unavailable(self._reason.what, hint="retry a little later")
+        return self._worker
+
+    # Turns
+
+    async def _run(self, worker: VllmWorker, request: Request, mailbox: Mailbox) -> None:
+        try:
+            async for event in worker.generate(request):
+                mailbox.put(event)
+                if event.finish_reason is not None:
+                    self._turns.pop(request.request_id, None)
+                self.on_step(messages.Stepped((event,), self.facts))
+        except RoseError as error:
+            mailbox.fail(error)
+        finally:
+            if self._turns.get(request.request_id) is asyncio.current_task():
+                del self._turns[request.request_id]
+
+    async def _commit(self, worker: VllmWorker, version: str) -> None:
+        try:
+            await worker.commit(version)
+        except Unavailable:
+            if self._process is not None:  # mixed weights, or gone: in both cases another engine is started
+                logger.error("weights could not be swapped; the rollout engine is ended and started again")
+                self._process.kill()
+            raise
+        self._weights = self._staged
+
+    # Keeping it running
+
+    async def _start_engine(self) -> None:
+        process = EngineProcess(self.lending.engine)
+        try:
+            worker = await process.start()
+            if self._weights is not None:
+                await worker.stage(self._weights.version, self._weights.folder)
+                await worker.commit(self._weights.version)
+        except BaseException:
+            await process.close()
+            raise
+        self._process, self._worker = process, worker
+        self._tally.started(engine_facts(worker.status()))
+        self._beat()
+
+    async def _keep(self) -> None:
+        deaths, born_s = 0, time.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self._is_well():
+                self._beat()
+                continue
+            deaths = deaths + 1 if time.monotonic() - born_s < QUICK_DEATH_S else 1
+            await self._bury()
+            if deaths >= QUICK_DEATHS_MAX:
+                self.gave_up.set_result(
+                    Unavailable(f"the rollout engine died {deaths} times in a row: {self._reason.what}")
+                )
+                return
+            await asyncio.sleep(PAUSE_S * deaths)
+            try:
+                await self._start_engine()
+                self.restarts += 1
+                logger.warning("the rollout engine is running again")
+            except RoseError as error:
+                logger.error("the rollout engine cannot be restarted: %s", error.what)
+                self._reason = Unavailable(error.what)
+            born_s = time.monotonic()
+
+    def _is_well(self) -> bool:
+        if self._process is None or self._worker is None or not self._process.is_running:
+            return False
+        return self._worker.behind_s < HANG_S
+
+    async def _bury(self) -> None:
+        if self._process is None:
+            return
+        self._reason = Unavailable(f"the rollout engine is gone; its last words:\n{self._process.last_words()}")
+        logger.error("%s", self._reason.what)
+        self._tally.gone(self.facts)
+        process, self._process, self._worker = self._process, None, None
+        process.kill()
+        await process.close()
+
+    def _beat(self) -> None:
+        """Renew the grant, if there is somebody to lend beside."""
+        self._find_board()
+        if self._worker is not None:
+            with suppress(Unavailable):
+                self._worker.wish(**self._control())
+
+    def _control(self) -> dict[str, object]:
+        terms = self.lending.terms(self._board) if self._board is not None else None
+        is_dark = bool(self.lending.serving_url) and terms is None
+        why = self.stopped or (self._no_board if is_dark else "")
+        size = 0 if why else ALL
+        until_s = time.monotonic() + LEASE_S
+        return {"tokens": size, "sequences": size, "until_s": until_s, "terms": terms, "stopped": why, **self.wishes}
+
+    def _find_board(self) -> None:
+        if not self.lending.serving_url:
+            return
+        if self._board is not None and self._board.exists() and Path(f"/proc/{self._board.stem}").exists():
+            return
+        before = self._no_board
+        try:
+            self._board, self._no_board = board_of(self.lending.serving_url), ""
+        except RoseError as error:
+            self._board, self._no_board = None, error.what
+        if self._no_board != before:
+            logger.warning("%s", self._no_board or "the serving engine shows its board again")
+
+
+def _lock(lending: VllmLending) -> int:
+    """One agent per server and device: two would each lend the same slack. Raises ConfigError."""
+    where = (lending.serving_url and str(urlsplit(lending.serving_url).port)) or lending.engine.device.replace(":", "-")
+    descriptor = os.open(own_folder() / f"{where}.lent", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError(
+            f"another agent lends {lending.serving_url or lending.engine.device} already",
+            hint="stop it first: one agent per device",
+        ) from error
+    return descriptor

@@ -1,0 +1,51 @@
+"""What the simulated rollout model says: a token is a function of (seed, position, weights), and of nothing else.
+
+So for every token of every trajectory it can be told, without running anything, whether it is the one that a single
+undisturbed engine with the named weights would have drawn. A worker that runs other weights than it says, tokens that
+were lost, doubled or mixed up, a turn that went on from the wrong place: all of it shows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rose.engines.base import Sampling
+from rose.engines.profiles import StepProfile
+from rose.engines.scheduler import LiveRequest, Sampled
+from rose.engines.simulated import SimulatedEngine
+
+VOCABULARY = 256
+EOS = frozenset(range(8))  # one token in 32 ends a turn
+_MASK = (1 << 64) - 1
+
+
+def drawn(seed: int, position: int, weights: int) -> tuple[int, float]:
+    """The token at this position, and its log-probability."""
+    bits = _mixed(_mixed(_mixed(seed & _MASK) ^ position) ^ weights)
+    return bits % VOCABULARY, -4.0 * (bits >> 11) / (1 << 53)
+
+
+def is_whole(answer: Sequence[int], sampling: Sampling) -> bool:
+    """Whether this is where the answer ends: at its first end token, or at its longest."""
+    ends = [index for index, token_id in enumerate(answer) if token_id in EOS]
+    return ends == [len(answer) - 1] if ends else len(answer) == sampling.max_tokens
+
+
+def _mixed(bits: int) -> int:
+    """The finaliser of splitmix64, by Steele, Lea and Flood."""
+    bits = (bits + 0x9E3779B97F4A7C15) & _MASK
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _MASK
+    return bits ^ (bits >> 31)
+
+
+class LawfulEngine(SimulatedEngine):
+    """`weights` are what it truly runs; its version is what it says it runs."""
+
+    def __init__(self, profile: StepProfile, **options: Any) -> None:
+        super().__init__(profile, vocabulary=VOCABULARY, eos_token_ids=EOS, **options)
+        self.weights = 0
+
+    def _draw(self, live: LiveRequest) -> Sampled:
+        return Sampled(*drawn(live.request.sampling.seed, len(live.token_ids), self.weights))

@@ -1,0 +1,195 @@
+"""A borrowed device in virtual time: it serves users, and the real lender decides what is left for rollouts.
+
+Lender, admission, memory policy and page pool are the executor's own objects; only time and traffic are made up. What
+they promise serving is checked at every lent step and for every request that was served.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rose.core.admission import Admission, LendingLimits, Mode
+from rose.core.memory import MemoryPolicy
+from rose.core.slo import Budgets
+from rose.coserve.lending import Lender, NextStep
+from rose.coserve.pages import PagePool
+from rose.coserve.tenancy import SharedMemory
+from rose.engines.base import Budget, Request, Sampling, TokenEvent
+from rose.engines.simulated import SimulatedEngine
+from rose.errors import QueueFull, Unavailable
+from rose.sim.gate import Gate
+from rose.sim.handle import ASK_AGAIN_S, SimulatedHandle
+from rose.sim.law import LawfulEngine
+from rose.sim.profiles import ROLLOUT_SLOWER, SERVING_SLOWER, model_of, slowed
+from rose.sim.promises import Served, check_lent_step
+from rose.sim.traffic import Traffic
+
+STEP_TOKENS, SEQUENCES = 64, 16
+WIDE = Budget(STEP_TOKENS, SEQUENCES)
+PAGE_BYTES, SERVING_BLOCK_BYTES, ROLLOUT_BLOCK_BYTES = 16 << 10, 8 << 10, 4 << 10
+BUDGETS = Budgets(4.0, 0.6)
+NOISE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """What is lent, and to whom serving owes answers meanwhile."""
+
+    mode: Mode
+    traffic: Traffic
+    pages: int
+    seed: int
+    until_s: float
+
+
+class LentDevice(SimulatedHandle):
+    """Its serving side goes on whatever becomes of the agent's process; what kills the engine kills both."""
+
+    def __init__(self, agents_gate: Gate, lending: Lending) -> None:
+        self.lending = lending
+        self.served = self.rejected = self.lent_steps = self.evictions = 0
+        self._chance = random.Random(f"lent {lending.seed}")
+        self._coming = lending.traffic.arrivals(lending.seed, lending.until_s)[::-1]
+        self._here: dict[str, Served] = {}
+        self._step: NextStep | None = None
+        self._begin_s = self._now_s = 0.0
+        self._memory: SharedMemory | None = None
+        self._models = model_of("cpu", SERVING_SLOWER, NOISE), model_of("cpu-frozenlake-1m", ROLLOUT_SLOWER, NOISE)
+        self._wanted_back: Unavailable | None = None
+        super().__init__(agents_gate)
+
+    def _fresh(self) -> LawfulEngine:
+        self.close_memory()
+        memory = self._memory = SharedMemory(
+            PagePool(self.lending.pages, PAGE_BYTES),
+            MemoryPolicy(self.lending.pages),
+            serving_block_bytes=SERVING_BLOCK_BYTES,
+            rollout_block_bytes=ROLLOUT_BLOCK_BYTES,
+            now_s=lambda: self._now_s,
+        )
+        limits = LendingLimits(STEP_TOKENS, STEP_TOKENS, SEQUENCES, SEQUENCES)
+        self._admission = Admission(self.lending.mode, BUDGETS, *self._models, limits)
+        serving = SimulatedEngine(slowed("cpu", SERVING_SLOWER), pool=memory.serving.memory.pool)
+        rollout = LawfulEngine(slowed("cpu-frozenlake-1m", ROLLOUT_SLOWER), pool=memory.rollout.memory.pool)
+        self.lender = Lender(serving, rollout, self._admission, serving_budget=WIDE)
+        memory.stretch = self.lender.stretch
+        memory.lend_to(rollout.scheduler, self._evicted)
+        self._here.clear()
+        return rollout
+
+    def close_memory(self) -> None:
+        """Every page must come back."""
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        for engine in (self.lender.serving, self.lender.rollout):
+            engine.limit_kv(0)
+        for tenant in (memory.serving, memory.rollout):
+            tenant.memory.pool.forget_digests()
+            tenant.memory.pool.shrink(self.lending.pages)
+            assert tenant.share.held == 0, "a page was lost"
+            tenant.share.memory.free()
+        memory.pages.close()
+
+    # The owner
+
+    def reclaim(self, why: str) -> None:
+        """The owner wants the whole device now: rollouts are handed back and none is taken."""
+        self.trouble = self._wanted_back = Unavailable(why)
+        self.lender.stop(why)
+        self._between_steps(self._hand_back)
+
+    def lend_again(self) -> None:
+        if self.trouble is self._wanted_back:  # and not that the engine has died meanwhile
+            self.trouble = None
+        self.lender.resume()
+        self._awake.set()
+
+    def spike(self, requests: int, now_s: float) -> None:
+        """Many long prompts at once."""
+        for number in range(requests):
+            name = f"spike {now_s:.3f} {number}"
+            sampling = Sampling(max_tokens=4, ignore_eos=True, seed=number)
+            request = Request(name, tuple(range(96)), sampling, tenant=name, arrival_s=now_s)
+            self._coming.append((now_s, request))
+        self._awake.set()
+
+    # Steps
+
+    def _next_step(self, now_s: float) -> float | None:
+        self._now_s = now_s
+        self._take_arrivals(now_s)
+        assert self._memory is not None
+        self._memory.observe()
+        before = self.lender.serving.facts().preemptions
+        step = self._step = self.lender.next_step(now_s)
+        if self.lender.serving.facts().preemptions > before:
+            assert self._memory.rollout.share.held == 0, "serving went short of a page that a rollout holds"
+        if step is None:
+            return None
+        if step.side == "rollout":
+            assert not self.lender.stopped, "a lent step on a device that its owner has taken back"
+            check_lent_step(step, self._admission, self._here.values(), now_s)
+        engine = self.lender.serving if step.side == "serving" else self.lender.rollout
+        self._begin_s = now_s
+        cost_s: float = engine.cost_s(step.plan)  # type: ignore[attr-defined]
+        return cost_s * self._chance.lognormvariate(0, NOISE)
+
+    def _end_step(self, now_s: float) -> None:
+        self._now_s = now_s
+        step = self._step
+        assert step is not None
+        engine = self.lender.serving if step.side == "serving" else self.lender.rollout
+        events = engine.step(step.plan)
+        self.lender.finish(step, events, self._begin_s, now_s)
+        if step.side == "serving":
+            self._hear_serving(events, now_s)
+            return
+        self.lent_steps += 1
+        self._take_arrivals(now_s)
+        for served in self._here.values():
+            served.step_lent(self._begin_s, now_s)
+            assert served.lent_steps <= 1, "a user's prompt waited for more than one step of a rollout"
+        self.tell(events)
+
+    def _wait_s(self, now_s: float) -> float | None:
+        waits = [max(0.0, self._coming[-1][0] - now_s)] if self._coming else []
+        if self.requests and not self.lender.stopped:
+            waits.append(ASK_AGAIN_S)
+        return min(waits, default=None)
+
+    def _take_arrivals(self, now_s: float) -> None:
+        while self._coming and self._coming[-1][0] <= now_s:
+            _, request = self._coming.pop()
+            try:
+                self.lender.add_serving(request)
+            except QueueFull:
+                self.rejected += 1
+                continue
+            self._here[request.request_id] = Served(request)
+
+    def _hear_serving(self, events: Sequence[TokenEvent], now_s: float) -> None:
+        for event in events:
+            served = self._here[event.request_id]
+            served.token_made(len(event.token_ids), now_s)
+            if event.finish_reason is not None:
+                del self._here[event.request_id]
+                self.served += 1
+
+    # Rollouts
+
+    def _evicted(self, events: Sequence[TokenEvent]) -> None:
+        self.evictions += len(events)
+        self.tell(events)
+
+    def _hand_back(self) -> None:
+        scheduler = self.lender.rollout.scheduler
+        names = [live.request.request_id for live in [*scheduler.running, *scheduler.waiting(1 << 20)]]
+        for name in names:
+            self._evict(name)
+
+    def _swapped(self) -> None:
+        assert self._memory is not None
+        self._memory.weights_swapped = True

@@ -1,0 +1,191 @@
+"""Whatever members do, in whatever order: a turn runs in one place, and a seat is one turn's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from rose.config.gateway import GatewaySettings
+from rose.coserve.messages import Fault
+from rose.engines.base import Request, Sampling, TokenEvent
+from rose.errors import QueueFull, RequestRefused, RoseError
+from rose.rollout.books import Books
+from rose.rollout.ledger import NoLedger
+from rose.rollout.messages import (
+    Beat,
+    Cancel,
+    Evict,
+    Join,
+    Leave,
+    NewVersion,
+    Piece,
+    Refused,
+    Tokens,
+    Turn,
+    VersionReady,
+)
+from rose.rollout.pool import Member
+
+MODEL = "model"
+MEMBERS = st.sampled_from("abcd")
+ANSWER_TOKENS = 5
+
+
+class Reader:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ends: list[Any] = []
+
+    def put(self, event: TokenEvent) -> None:
+        assert not self.ends, "nothing comes after the end"
+        self.tokens += event.token_ids
+        if event.finish_reason is not None:
+            self.ends.append(event.finish_reason)
+
+    def fail(self, error: RoseError) -> None:
+        assert not self.ends, "a turn ends once"
+        self.ends.append(error)
+
+
+class Members(RuleBasedStateMachine):
+    @initialize(kind=st.sampled_from(["cost", "paper", "least", "sticky"]), max_staleness=st.integers(0, 1))
+    def start(self, kind: Any, max_staleness: int) -> None:
+        settings = GatewaySettings(
+            lease_s=3.0, wait_s=20.0, max_waiting=6, router=kind, max_staleness=max_staleness, gated_s=0.5
+        )
+        self.books = Books(MODEL, settings, NoLedger(7))
+        self.now_s = 0.0
+        self.members: dict[str, Member] = {}
+        self.running: dict[str, dict[int, Turn]] = {}  # by member, what it was told to run and did not give back
+        self.shut: set[str] = set()
+        self.readers: dict[str, Reader] = {}
+        self.versions = 0
+        self.numbers = 0
+
+    @rule(name=MEMBERS, kind=st.sampled_from(["dedicated", "borrowed"]), seats=st.integers(1, 3))
+    def join(self, name: str, kind: Any, seats: int) -> None:
+        join = Join(name, kind, MODEL, str(self.versions), seats, 64, 64)
+        if self.books.pool.get(name) is not None:
+            try:
+                self.books.join(join, lambda message: None, self.now_s)
+            except RequestRefused:
+                return
+            raise AssertionError("two members of one name")
+        self.running[name] = {}
+        self.shut.discard(name)
+        self.members[name] = self.books.join(join, lambda message: self.obey(name, message), self.now_s)
+
+    def obey(self, name: str, message: Any) -> None:
+        match message:
+            case Turn():
+                self.running[name][message.ticket] = message
+            case Cancel():
+                self.running[name].pop(message.ticket, None)
+            case Leave() | Evict() | NewVersion():
+                pass
+
+    @rule(name=MEMBERS)
+    def hang_up(self, name: str) -> None:
+        if name in self.members:
+            self.books.lost(self.members[name], self.now_s)
+
+    @rule(seconds=st.sampled_from([0.25, 0.5]), silent=MEMBERS)
+    def wait(self, seconds: float, silent: str) -> None:
+        """All but one say how they are."""
+        self.now_s += seconds
+        for name, member in self.members.items():
+            if name != silent:
+                beat = Beat(0, 0, 0, 64, member.version, name not in self.shut)
+                self.books.heard(member, beat, self.now_s)
+        self.books.tick(self.now_s)
+
+    @rule(name=MEMBERS)
+    def shut_or_open(self, name: str) -> None:
+        self.shut ^= {name}
+
+    @rule()
+    def publish(self) -> None:
+        self.versions += 1
+        self.books.publish(NewVersion(str(self.versions), "folder"), self.now_s)
+
+    @rule(name=MEMBERS)
+    def take_version(self, name: str) -> None:
+        if name in self.members:
+            self.books.heard(self.members[name], VersionReady(str(self.versions)), self.now_s)
+
+    @rule(tokens=st.integers(1, 40), trajectory=st.sampled_from(["", "t", "u"]))
+    def ask(self, tokens: int, trajectory: str) -> None:
+        self.numbers += 1
+        name, reader = f"turn {self.numbers}", Reader()
+        request = Request(name, tuple(range(tokens)), Sampling(max_tokens=ANSWER_TOKENS))
+        try:
+            self.books.scheduler.submit(request, reader, self.now_s, affinity=trajectory)
+        except QueueFull:
+            assert self.books.scheduler.waiting >= 6
+            return
+        self.readers[name] = reader
+
+    @rule(name=MEMBERS, count=st.integers(1, ANSWER_TOKENS), is_abort=st.booleans())
+    def work(self, name: str, count: int, is_abort: bool) -> None:
+        for ticket, turn in list(self.running.get(name, {}).items()):
+            start = len(turn.request.partial.token_ids)
+            ids = tuple(range(start, min(ANSWER_TOKENS, start + count)))
+            end: Any = "length" if start + count >= ANSWER_TOKENS else "abort" if is_abort else None
+            if end is None:
+                continue
+            del self.running[name][ticket]
+            piece = Piece(ticket, ids, (0.0,) * len(ids), self.members[name].version, end)
+            self.books.heard(self.members[name], Tokens((piece,)), self.now_s)
+
+    @rule(name=MEMBERS)
+    def refuse(self, name: str) -> None:
+        if self.running.get(name):
+            ticket = min(self.running[name])
+            del self.running[name][ticket]
+            self.books.heard(self.members[name], Refused(ticket, Fault("Unavailable", "no")), self.now_s)
+
+    @rule(name=MEMBERS)
+    def drain(self, name: str) -> None:
+        if self.books.pool.get(name) is not None:
+            self.books.drain(self.members[name], self.now_s)
+
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        if self.readers:
+            name = data.draw(st.sampled_from(sorted(self.readers)))
+            self.books.scheduler.cancel([name], self.now_s)
+            self.readers.pop(name)
+
+    @invariant()
+    def counts_balance(self) -> None:
+        if not hasattr(self, "books"):
+            return
+        scheduler = self.books.scheduler
+        counts, under_way = scheduler.counts, scheduler.waiting + scheduler.running
+        assert counts.begun == counts.ended + counts.failed + counts.cancelled + under_way
+        assert scheduler.running == sum(len(member.tickets) for member in self.books.pool)
+
+    @invariant()
+    def a_turn_runs_in_one_place_with_a_seat(self) -> None:
+        if not hasattr(self, "books"):
+            return
+        placed = self.books.scheduler.placed
+        assert len({turn.request.request_id for turn in placed}) == len(placed)
+        for member in self.books.pool:
+            assert len(member.tickets) <= member.seats
+            assert member.tokens_held == sum(turn.tokens_max for turn in placed if turn.member is member)
+        for turn in placed:
+            assert turn.member is not None and self.books.pool.has(turn.member)
+            assert turn.ticket in self.running[turn.member.name]
+
+    @invariant()
+    def every_answer_is_one_line_of_tokens(self) -> None:
+        for reader in getattr(self, "readers", {}).values():
+            assert reader.tokens == list(range(len(reader.tokens)))
+            assert reader.ends != ["length"] or len(reader.tokens) == ANSWER_TOKENS
+
+
+def test_members_come_go_and_fall_silent() -> None:
+    run_state_machine_as_test(Members)

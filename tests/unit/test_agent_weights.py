@@ -1,0 +1,311 @@
+"""How a device takes new weights: exactly those that are wanted, whole, by hash, and never at the cost of the old."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.contract.chain_ends import equal
+from tests.unit.rollout_world import LoopEngine, eventually, world
+
+from rose.coserve import messages
+from rose.errors import RequestRefused
+from rose.models.folder import ModelFolder, load_model_folder
+from rose.models.presets import write_preset
+from rose.models.tensors import open_tensors, write_tensors
+from rose.rollout.messages import NewVersion, VersionReady
+from rose.rollout.weights import FOLDER, Intake
+from rose.weights.codec.kernels import warm_up
+from rose.weights.connecting import SECRET
+from rose.weights.hashing import folder_hash
+from rose.weights.publish import Published, Publisher
+from rose.weights.receive import Receiver
+
+RUN = "a-run"
+SHAPES = {"model.embed_tokens.weight": (12, 4), "model.norm.weight": (4,)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """What takes long once on a machine is not waited for below."""
+    warm_up(to_encode=True)
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(SECRET, "a secret that both sides know")
+    (tmp_path / "received").mkdir()
+    monkeypatch.setenv(FOLDER, str(tmp_path / "received"))
+
+
+class Engine(LoopEngine):
+    """Reads what it stages, as engines do, and can be told to refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: dict[str, Any] = {}
+        self.folders: list[str] = []
+        self.stage_refusal: RequestRefused | None = None
+        self._read: dict[str, Any] = {}
+
+    async def ask(self, command: messages.Command) -> messages.Reply:
+        if isinstance(command, messages.Stage):
+            if self.stage_refusal is not None:
+                raise self.stage_refusal
+            self.folders.append(command.folder)
+            tensors = open_tensors(command.folder)
+            self._read = {name: tensors.bits16(name).copy() for name in tensors.names()}
+        if isinstance(command, messages.Commit):
+            self.weights = self._read
+        return await super().ask(command)
+
+    def restart(self) -> None:
+        """Back to what it was started with."""
+        self._engine.swap("0")
+        self.weights = {}
+
+
+class Trainer:
+    def __init__(self, relay: Path, **options: Any) -> None:
+        self.relay = relay
+        self.weights = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        self._publisher = Publisher(self.weights, str(relay), run=RUN, **options)
+        self._step = 0
+
+    def publish(self) -> tuple[NewVersion, dict[str, Any]]:
+        """A version, and its numbers as bf16."""
+        self._step += 1
+        for array in self.weights.values():
+            array += self._step
+        published = self._publisher.publish(self._step).result()
+        self._publisher.wait()
+        bits = {name: (array.view(np.uint32) >> 16).astype(np.uint16) for name, array in self.weights.items()}
+        return wanted(self.relay, published), bits
+
+
+def wanted(relay: Path, published: Published) -> NewVersion:
+    return NewVersion(published.label, relay=str(relay), run=RUN, hash=published.hash)
+
+
+class Device:
+    """An engine, its intake, and what a gateway hears of it."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.intake = Intake(self.engine)
+        self.heard: list[VersionReady] = []
+        self.intake.tell = self.heard.append
+
+    async def take(self, version: NewVersion) -> VersionReady:
+        count = len(self.heard)
+        self.intake.want(version)
+        await eventually(lambda: len(self.heard) > count)
+        return self.heard[-1]
+
+
+Story = Callable[[Device], Awaitable[None]]
+
+
+def tell(story: Story) -> None:
+    async def told() -> None:
+        device = Device()
+        running = asyncio.create_task(device.intake.run())
+        try:
+            await story(device)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await device.engine.close()
+
+    asyncio.run(told())
+
+
+def test_versions_come_from_the_relay_and_are_known_by_their_hash(tmp_path):
+    trainer = Trainer(tmp_path / "relay")
+
+    async def story(device: Device) -> None:
+        assert device.intake.hash == ""
+        for _ in range(3):
+            version, bits = trainer.publish()
+            ready = await device.take(version)
+            assert (ready.fault, ready.version, ready.hash) == (None, version.version, version.hash)
+            assert equal(device.engine.weights, bits) and device.intake.hash == version.hash
+            assert ready.size_bytes > 0 and {"total", "stage", "commit"} <= ready.seconds.keys()
+
+    tell(story)
+
+
+def test_what_is_wanted_is_taken_and_nothing_newer(tmp_path):
+    trainer = Trainer(tmp_path / "relay")
+    version, bits = trainer.publish()
+    trainer.publish()
+
+    async def story(device: Device) -> None:
+        assert (await device.take(version)).hash == version.hash
+        assert equal(device.engine.weights, bits)
+
+    tell(story)
+
+
+def test_an_engine_that_was_restarted_gets_its_weights_again_and_nothing_is_fetched(tmp_path):
+    trainer = Trainer(tmp_path / "relay")
+    version, bits = trainer.publish()
+
+    async def story(device: Device) -> None:
+        await device.take(version)
+        shutil.rmtree(tmp_path / "relay")
+        device.engine.restart()
+        assert device.intake.hash == ""
+        ready = await device.take(version)
+        assert (ready.fault, ready.hash) == (None, version.hash)
+        assert equal(device.engine.weights, bits)
+
+    tell(story)
+
+
+def test_who_runs_it_already_says_so(tmp_path):
+    version, _ = Trainer(tmp_path / "relay").publish()
+
+    async def story(device: Device) -> None:
+        await device.take(version)
+        assert (await device.take(version)) == VersionReady(version.version, hash=version.hash)
+        assert len(device.engine.folders) == 1
+
+    tell(story)
+
+
+def test_what_is_not_in_the_relay_is_told_and_the_old_version_runs(tmp_path):
+    trainer = Trainer(tmp_path / "relay")
+    version, bits = trainer.publish()
+
+    async def story(device: Device) -> None:
+        await device.take(version)
+        strange = NewVersion("9", relay=version.relay, run=RUN, hash="0" * 32)
+        ready = await device.take(strange)
+        assert ready.fault is not None and "no version with hash" in ready.fault.what
+        assert equal(device.engine.weights, bits) and device.intake.hash == version.hash
+        later, newer = trainer.publish()
+        assert (await device.take(later)).fault is None and equal(device.engine.weights, newer)
+
+    tell(story)
+
+
+def test_a_device_without_the_secret_says_what_to_do(tmp_path, monkeypatch):
+    version, _ = Trainer(tmp_path / "relay").publish()
+    monkeypatch.delenv(SECRET)
+
+    async def story(device: Device) -> None:
+        fault = (await device.take(version)).fault
+        assert fault is not None and "secret" in fault.what and SECRET in (fault.hint or "")
+
+    tell(story)
+
+
+def test_an_engine_that_refuses_gets_the_same_weights_again(tmp_path):
+    version, bits = Trainer(tmp_path / "relay").publish()
+
+    async def story(device: Device) -> None:
+        device.engine.stage_refusal = RequestRefused("another version is being staged")
+        ready = await device.take(version)
+        assert ready.fault is not None and "being staged" in ready.fault.what and device.intake.hash == ""
+        device.engine.stage_refusal = None
+        assert (await device.take(version)).fault is None and equal(device.engine.weights, bits)
+
+    tell(story)
+
+
+def test_of_several_only_the_last_is_installed(tmp_path, monkeypatch):
+    trainer = Trainer(tmp_path / "relay")
+    first, _ = trainer.publish()
+    second, bits = trainer.publish()
+    fetching, may_go_on = threading.Event(), threading.Event()
+    fetch = Receiver.fetch
+
+    def slow_fetch(self: Receiver, wanted_hash: str = "") -> Any:
+        fetching.set()
+        assert may_go_on.wait(20)
+        return fetch(self, wanted_hash)
+
+    monkeypatch.setattr(Receiver, "fetch", slow_fetch)
+
+    async def story(device: Device) -> None:
+        device.intake.want(first)
+        await eventually(fetching.is_set)
+        device.intake.want(second)
+        may_go_on.set()
+        await eventually(lambda: bool(device.heard))
+        assert [ready.version for ready in device.heard] == [second.version]
+        assert equal(device.engine.weights, bits) and len(device.engine.folders) == 1
+
+    tell(story)
+
+
+def test_another_run_is_followed_and_leaves_nothing_behind(tmp_path):
+    first, _ = Trainer(tmp_path / "one").publish()
+    successor = Trainer(tmp_path / "two")
+    successor.publish()
+    second, bits = successor.publish()
+
+    async def story(device: Device) -> None:
+        await device.take(first)
+        assert (await device.take(second)).hash == second.hash
+        assert equal(device.engine.weights, bits)
+        await eventually(lambda: not Path(device.engine.folders[0]).exists())
+        assert Path(device.engine.folders[1]).exists()
+
+    tell(story)
+    asyncio.run(eventually(lambda: not list((tmp_path / "received").iterdir())))
+
+
+def test_weights_in_a_folder_have_the_hash_that_they_would_have_in_a_relay(tmp_path):
+    trainer = Trainer(tmp_path / "relay")
+    version, bits = trainer.publish()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_tensors(folder / "model.safetensors", trainer.weights, "bf16")
+    assert folder_hash(folder) == version.hash
+
+    async def story(device: Device) -> None:
+        ready = await device.take(NewVersion("a", str(folder)))
+        assert (ready.fault, ready.hash) == (None, version.hash) and equal(device.engine.weights, bits)
+        wrong = await device.take(NewVersion("b", str(folder), hash="0" * 32))
+        assert wrong.fault is not None and "was published" in wrong.fault.what
+        missing = await device.take(NewVersion("c", str(tmp_path / "none")))
+        assert missing.fault is not None and device.engine.facts.version == "a"
+
+    tell(story)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    return load_model_folder(write_preset("qwen3-3m", tmp_path_factory.mktemp("models") / "qwen3-3m", seed=0))
+
+
+def test_a_gateway_hears_the_hash_and_hears_it_again_from_whoever_comes_back(tmp_path, model):
+    """By HTTP from the trainer, by WebSocket to the worker, from the relay into its engine."""
+    version, _ = Trainer(tmp_path / "relay").publish()
+    body = {"version": version.version, "relay": version.relay, "run": RUN, "hash": version.hash, "wait_s": 20}
+
+    async def story() -> None:
+        async with world(model) as found:
+            engine = await found.worker("a")
+            reply = {"version": version.version, "ready": ["a"], "behind": {}}
+            assert await found.ask("POST", "/v1/versions", body) == (200, reply)
+            assert engine.facts.version == version.version
+            member = found.gateway.pool.get("a")
+            assert member is not None and member.hash == version.hash
+            await eventually(lambda: member.beat is not None and member.beat.hash == version.hash)
+            found.gateway.lost(member)
+            await eventually(lambda: found.gateway.pool.get("a") not in (None, member))
+            again = found.gateway.pool.get("a")
+            assert again is not None and (again.version, again.hash) == (version.version, version.hash)
+            for wrong in ({"relay": ""}, {"run": ""}, {"folder": "there"}):
+                assert (await found.ask("POST", "/v1/versions", body | wrong))[0] == 400
+
+    asyncio.run(story())

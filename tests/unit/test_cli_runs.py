@@ -1,0 +1,171 @@
+"""`rose runs`: past runs as tables, and folders in which not all is well."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tests.unit.launch_lines import run_lines, served
+
+from rose.cli import main as cli
+from rose.config.load import write_resolved
+from rose.launch.past_runs import past_runs, read_run
+from rose.launch.settings import RunSettings
+from rose.launch.summing_up import priced_by, summary_of
+
+
+@pytest.fixture(autouse=True)
+def command(monkeypatch):
+    monkeypatch.setitem(cli.COMMANDS, "runs", "past runs: list them, show one, compare several")
+
+
+def written(runs: Path, name: str, *, is_summed_up: bool = True, at_s: float = 1.8e9, **settings: object) -> Path:
+    """A run as `rose run` leaves it."""
+    folder = runs / name
+    write_resolved(RunSettings(name=name, **settings), folder)
+    lines, rows = run_lines(), [served(100 + second / 2) for second in range(80)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "serving.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if is_summed_up:
+        summary = {"name": name} | summary_of(lines, rows, *priced_by(folder / "settings.yaml"))
+        (folder / "summary.json").write_text(json.dumps(summary))
+    for file in folder.iterdir():
+        os.utime(file, (at_s, at_s))
+    return folder
+
+
+def said(capsys, *words: object) -> str:
+    assert cli.main(["runs", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_list_from_the_oldest_to_the_newest(tmp_path, capsys):
+    written(tmp_path, "second", at_s=1.8e9 + 60)
+    written(tmp_path, "first", environment="frozenlake-plan")
+    (tmp_path / "models").mkdir()
+    head, *rows = [line.split() for line in said(capsys, "ls", "--runs", tmp_path).splitlines()[:3]]
+    assert head[0] == "run" and [row[0] for row in rows] == ["first", "second"]
+    assert "frozenlake-plan" in rows[0] and "60.0%" in rows[0] and rows[0][-1] == "finished"
+
+
+def test_no_runs_yet(tmp_path, capsys):
+    assert "rose run" in said(capsys, "ls", "--runs", tmp_path)
+    assert json.loads(said(capsys, "ls", "--json", "--runs", tmp_path)) == []
+    assert cli.main(["runs", "show", "--runs", str(tmp_path)]) == 2
+
+
+def test_a_folder_that_is_not_there(tmp_path, capsys):
+    assert cli.main(["runs", "ls", "--runs", str(tmp_path / "nowhere")]) == 2
+    told = capsys.readouterr().err
+    assert "nowhere" in told and "--runs FOLDER" in told
+
+
+def test_one_run_at_length_by_name_by_path_or_the_newest(tmp_path, capsys):
+    folder = written(tmp_path, "it")
+    (folder / "report.html").write_text("x")
+    shown = said(capsys, "show", "it", "--runs", tmp_path)
+    assert "held-out success after" in shown and "60.0%" in shown and f"report: {folder / 'report.html'}" in shown
+    assert said(capsys, "show", folder, "--runs", tmp_path) == said(capsys, "show", "--runs", tmp_path) == shown
+    found = json.loads(said(capsys, "show", "it", "--json", "--runs", tmp_path))
+    assert found["summary"]["cost_per_correct"] > 0 and found["settings"]["groups.size"] == 8
+
+
+def test_an_unknown_run_names_the_nearest(tmp_path, capsys):
+    written(tmp_path, "larger-groups")
+    assert cli.main(["runs", "show", "large-groups", "--runs", str(tmp_path)]) == 2
+    assert "did you mean larger-groups?" in capsys.readouterr().err
+
+
+def test_two_runs_side_by_side_with_what_they_were_asked_differently(tmp_path, capsys):
+    written(tmp_path, "one")
+    written(tmp_path, "other", seed=7)
+    shown = said(capsys, "compare", "one", "other", "--runs", tmp_path)
+    assert "last / first" in shown and "x 1.00" in shown
+    assert [line.split() for line in shown.splitlines() if "seed" in line] == [["seed", "0", "7"]]
+    found = json.loads(said(capsys, "compare", "one", "other", "--json", "--runs", tmp_path))
+    assert found["settings"] == {"seed": [0, 7]}, "their names are no difference"
+    assert found["figures"]["lost"] == [0, 0] and [run["name"] for run in found["runs"]] == ["one", "other"]
+
+
+def test_a_comparison_needs_two(tmp_path, capsys):
+    written(tmp_path, "one")
+    assert cli.main(["runs", "compare", "one", "--runs", str(tmp_path)]) == 2
+    assert "rose runs compare ONE OTHER" in capsys.readouterr().err
+
+
+def test_runs_with_the_same_settings(tmp_path, capsys):
+    written(tmp_path, "one")
+    written(tmp_path, "other")
+    assert "Their settings are the same." in said(capsys, "compare", "one", "other", "one", "--runs", tmp_path)
+
+
+# Not all is well
+
+
+def test_a_run_that_was_killed_has_the_figures_of_what_it_wrote(tmp_path, capsys):
+    folder = written(tmp_path, "killed", is_summed_up=False)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 9, "is_bor')
+    found = read_run(folder)
+    assert found.state == "unfinished" and found.summary["steps"] == 8
+    assert "still runs, or was killed" in said(capsys, "ls", "--runs", tmp_path)
+
+
+def test_a_summary_of_an_earlier_version_is_made_again(tmp_path):
+    folder = written(tmp_path, "old")
+    (folder / "summary.json").write_text('{"steps": 8}')
+    found = read_run(folder)
+    assert found.state == "finished" and found.summary["cost_per_correct"] > 0 and found.trouble == ""
+
+
+@pytest.mark.parametrize(
+    "file, content, state, word",
+    [
+        ("summary.json", b'{"steps": 2', "unfinished", "summary.json cannot be read"),
+        ("summary.json", b"[1, 2]", "unfinished", "holds no figures"),
+        ("summary.json", b"\xff\xfe", "unfinished", "summary.json cannot be read"),
+        ("settings.yaml", b"a: b: c", "finished", "settings.yaml cannot be read"),
+        ("settings.yaml", b"\xff\xfe\x00", "finished", "settings.yaml cannot be read"),
+        ("settings.yaml", b"", "finished", ""),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told(tmp_path, file, content, state, word):
+    folder = written(tmp_path, "it")
+    (folder / file).write_bytes(content)
+    found = read_run(folder)
+    assert (found.state, found.summary is not None) == (state, True)
+    assert word in found.trouble
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [b'{"kind": "step"}\n', b"[1]\n", b'{"no": "kind"}\n', b'{"kind": "step", "step_s": "long", "is_borrowed": 1}\n'],
+)
+def test_lines_that_are_of_something_else_are_told(tmp_path, capsys, metrics):
+    written(tmp_path, "fine")
+    folder = written(tmp_path, "it", is_summed_up=False)
+    (folder / "metrics.jsonl").write_bytes(metrics)
+    found = read_run(folder)
+    assert (found.state, found.summary) == ("broken", None)
+    assert "not those of a run of this version" in found.trouble
+    listed = said(capsys, "ls", "--runs", tmp_path)
+    assert "fine" in listed and "not all is well" in listed, "the others are shown all the same"
+    assert "-" in said(capsys, "compare", "it", "fine", "--runs", tmp_path)
+    assert "broken" in said(capsys, "show", "it", "--runs", tmp_path)
+
+
+def test_a_folder_with_settings_alone_is_a_run_that_did_nothing_yet(tmp_path, capsys):
+    write_resolved(RunSettings(name="begun"), tmp_path / "begun")
+    [found] = past_runs(tmp_path)
+    assert (found.state, found.summary["steps"]) == ("unfinished", 0)
+    assert "begun" in said(capsys, "show", "begun", "--runs", tmp_path)
+
+
+def test_figures_of_a_strange_kind_are_shown_as_they_are(tmp_path, capsys):
+    folder = written(tmp_path, "it")
+    summary = {"cost_per_correct": None, "steps": "many", "turns_by_pool": {"borrowed": "all"}, "lost": True}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert "many" in said(capsys, "show", "it", "--runs", tmp_path)
+    assert "many" in said(capsys, "ls", "--runs", tmp_path)

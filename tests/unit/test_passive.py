@@ -1,0 +1,215 @@
+"""Lending beside an engine that is only looked at: what is learnt, what is tried, who is accounted for."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose.core.admission import Admission, LendingLimits
+from rose.core.breaker import Breaker, BreakerLimits
+from rose.core.facts import RolloutView, RunningRequest, ServingView, StepFeatures, WaitingRequest
+from rose.core.latency import LatencyModel
+from rose.core.passive import (
+    KIND_MIN,
+    ONE_KIND_STEPS,
+    STEPS_MIN,
+    TRIAL_TOKENS,
+    FinishedStep,
+    Milestone,
+    MilestoneKind,
+    PassiveLending,
+    StepLearner,
+    Trials,
+)
+from rose.core.slo import Budgets
+
+BUDGETS = Budgets(0.5, 0.1)
+IDLE = ServingView(1)
+BUSY = ServingView(1, waiting=(WaitingRequest(0.0, 10),))
+WORK = RolloutView(decoding=8, prompt_tokens=200, context_tokens=100)
+DECODE = StepFeatures(4, 400, 400, 4)
+PROMPT = StepFeatures(100, 100, 5050, 1)
+CAME, FIRST, ENDED, GONE = MilestoneKind
+
+
+def seconds_of(features: StepFeatures) -> float:
+    return 1e-3 + 1e-4 * features.new_tokens + 1e-6 * features.kv_read_tokens
+
+
+def teach(learner: StepLearner, prompts: int = 40, decodes: int = 40) -> None:
+    chance = random.Random(1)
+    shapes = [PROMPT] * prompts + [DECODE] * decodes
+    for shape in shapes:
+        tokens = shape.new_tokens + chance.randrange(3) * (shape is PROMPT)
+        varied = dataclasses.replace(
+            shape, new_tokens=tokens, kv_read_tokens=shape.kv_read_tokens + chance.randrange(50)
+        )
+        learner.observe(varied, seconds_of(varied) * chance.uniform(0.98, 1.02))
+
+
+def lending(mode: str = "decode", breaker: Breaker | None = None) -> PassiveLending:
+    limits = LendingLimits(rollout_step_tokens=256, rollout_sequences=16)
+    return PassiveLending(Admission(mode, BUDGETS, LatencyModel(), LatencyModel(), limits, breaker))  # type: ignore[arg-type]
+
+
+def taught(mode: str = "decode", breaker: Breaker | None = None) -> PassiveLending:
+    made = lending(mode, breaker)
+    teach(made.serving)
+    teach(made.rollout)
+    return made
+
+
+# Learning
+
+
+def test_both_kinds_of_steps_must_have_been_seen() -> None:
+    learner = StepLearner(LatencyModel())
+    teach(learner, prompts=KIND_MIN - 1, decodes=2 * STEPS_MIN)
+    assert f"{KIND_MIN - 1} with prompts" in learner.missing
+    teach(learner, prompts=1, decodes=0)
+    assert (learner.model.is_calibrated, learner.missing) == (True, "")
+    assert learner.model.predict(DECODE) == pytest.approx(seconds_of(DECODE), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["prompts", "decodes"])
+def test_an_engine_that_only_does_one_of_them_is_known_in_the_end(kind: str) -> None:
+    learner = StepLearner(LatencyModel())
+    nothing = {"prompts": 0, "decodes": 0}
+    teach(learner, **{**nothing, kind: ONE_KIND_STEPS - 1})
+    assert learner.missing
+    teach(learner, **{**nothing, kind: 1})
+    assert learner.model.is_calibrated
+
+
+def test_empty_steps_teach_nothing() -> None:
+    learner = StepLearner(LatencyModel())
+    learner.observe(StepFeatures(), 0.1)
+    learner.observe(DECODE, 0.0)
+    assert learner.seen == 0
+
+
+def test_serving_steps_beside_a_lent_one_teach_nothing() -> None:
+    passive = lending()
+    passive.lent(FinishedStep(1.0, 2.0, DECODE), upper_s=9.0)
+    passive.steps_seen([FinishedStep(0.5, 1.1, DECODE), FinishedStep(1.2, 1.4, DECODE), FinishedStep(1.9, 2.5, DECODE)])
+    assert passive.serving.seen == 0
+    passive.steps_seen([FinishedStep(2.5, 2.6, DECODE), FinishedStep(0.1, 0.9, DECODE)])
+    assert passive.serving.seen == 2
+    passive.steps_seen([FinishedStep(3.0, 3.3, DECODE)], lending_since_s=3.2)
+    assert passive.serving.seen == 2, "a step that is not told of yet ran beside it"
+
+
+def test_a_lent_step_is_not_charged_with_what_serving_took_beside_it() -> None:
+    passive = taught()
+    seen = passive.rollout.seen
+    passive.steps_seen([FinishedStep(1.2, 1.8, DECODE)])
+    assert passive.lent(FinishedStep(1.0, 2.0, DECODE), upper_s=0.5) is None
+    assert passive.lent(FinishedStep(3.0, 4.0, DECODE), upper_s=0.5, serving_since_s=3.4) is None
+    assert passive.rollout.seen == seen, "nor does it teach"
+    breach = passive.lent(FinishedStep(5.0, 6.0, DECODE), upper_s=0.5)
+    assert breach is not None and breach.objective == "step"
+
+
+# Trying
+
+
+def test_nothing_is_lent_before_serving_is_known() -> None:
+    passive = lending()
+    teach(passive.rollout)
+    grant = passive.decide(IDLE, WORK, 1.0)
+    assert not grant.is_open(1.0)
+    assert "learning how long serving's steps take" in grant.reason
+
+
+def test_trials_begin_small_grow_while_short_and_run_only_on_an_idle_device() -> None:
+    passive = lending()
+    teach(passive.serving)
+    assert not passive.decide(BUSY, WORK, 1.0).is_open(1.0)
+    assert not passive.decide(IDLE, RolloutView(), 1.0).is_open(1.0)
+    grant = passive.decide(IDLE, WORK, 1.0)
+    assert (grant.tokens, grant.is_open(1.0), grant.is_open(2.0)) == (TRIAL_TOKENS, True, False)
+    passive.lent(FinishedStep(1.0, 1.001, DECODE), upper_s=float("inf"))
+    assert passive.decide(IDLE, WORK, 1.1).tokens == 2 * TRIAL_TOKENS
+    passive.lent(FinishedStep(1.2, 1.4, DECODE), upper_s=float("inf"))
+    assert passive.decide(IDLE, WORK, 1.5).tokens == TRIAL_TOKENS
+    teach(passive.rollout)
+    assert "serving has no work" in passive.decide(IDLE, WORK, 2.0).reason
+
+
+@given(st.lists(st.floats(1e-6, 10)))
+def test_a_trial_is_never_empty_nor_larger_than_a_step(durations: list[float]) -> None:
+    trials = Trials(tokens_max=100, block_s=0.05)
+    for seconds in durations:
+        trials.observe(seconds)
+        assert 1 <= trials.grant(IDLE, 0.0).tokens <= 100
+
+
+def test_a_tripped_breaker_ends_trials_too() -> None:
+    breaker = Breaker(BreakerLimits(deadlines_lost_max=0))
+    passive = lending(breaker=breaker)
+    teach(passive.serving)
+    breaker.deadline_lost(1.0)
+    assert "circuit breaker" in passive.decide(IDLE, WORK, 1.0).reason
+
+
+@pytest.mark.parametrize("view", [BUSY, ServingView(1, running=(RunningRequest(1.0, 100, 0.9),))])
+def test_beside_an_engine_of_one_kind_admission_decides_as_ever(view: ServingView) -> None:
+    """A prefill-only engine shows prompts that wait and nobody who decodes; a decode-only one the reverse."""
+    passive = taught("decode")
+    grant = passive.decide(view, WORK, 1.0)
+    assert grant.is_open(1.0) == (not view.waiting)
+    assert passive.decide(IDLE, WORK, 1.0).is_open(1.0)
+    assert not taught("idle").decide(view, WORK, 1.0).is_open(1.0)
+
+
+# Accounting
+
+
+def test_milestones_become_prompts_attainment_and_breaches() -> None:
+    breaker = Breaker()
+    passive = taught(breaker=breaker)
+    passive.milestones_seen([Milestone(CAME, 1, 1.0, 77), Milestone(FIRST, 1, 1.2), Milestone(ENDED, 1, 1.25, 3)])
+    assert (passive.requests, passive.attained) == (1, 1)
+    assert passive.admission.prompts.typical_tokens == 77
+    passive.lent(FinishedStep(2.0, 2.3, DECODE), upper_s=1.0)
+    late = [Milestone(CAME, 2, 2.0, 5), Milestone(FIRST, 2, 2.6), Milestone(ENDED, 2, 2.7, 2)]
+    (breach,) = passive.milestones_seen(late)
+    assert (breach.objective, passive.requests, passive.attained) == ("ttft", 2, 1)
+
+
+def test_who_is_gone_is_not_judged() -> None:
+    passive = taught()
+    passive.milestones_seen([Milestone(CAME, 1, 1.0, 5), Milestone(GONE, 1, 9.0), Milestone(CAME, 2, 1.0, 5)])
+    passive.milestones_seen([Milestone(ENDED, 2, 9.0, 0)])
+    assert (passive.requests, passive.ledger.open_accounts) == (0, 0)
+
+
+def test_lost_records_close_every_account() -> None:
+    passive = taught()
+    passive.milestones_seen([Milestone(CAME, 1, 1.0, 5)])
+    assert passive.milestones_seen([Milestone(FIRST, 1, 99.0), Milestone(ENDED, 7, 99.0, 4)], lost=3) == []
+    assert (passive.requests, passive.ledger.open_accounts) == (0, 0)
+
+
+EVENTS = st.tuples(st.sampled_from(list(MilestoneKind)), st.integers(0, 4), st.floats(0, 3), st.integers(0, 50))
+
+
+@given(st.lists(st.one_of(EVENTS, st.floats(0.001, 0.3))), st.integers(0, 1))
+def test_no_order_of_events_confuses_the_account(events, lost) -> None:
+    passive = taught(breaker=Breaker())
+    now_s = 0.0
+    for event in events:
+        if isinstance(event, float):
+            passive.lent(FinishedStep(now_s, now_s + event, DECODE), upper_s=1.0)
+            now_s += event
+        else:
+            kind, key, passed_s, tokens = event
+            now_s += passed_s
+            passive.milestones_seen([Milestone(kind, key, now_s, tokens)], lost)
+        grant = passive.decide(IDLE, WORK, now_s)
+        assert grant.reason
+        assert passive.attained <= passive.requests

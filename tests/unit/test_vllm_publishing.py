@@ -1,0 +1,257 @@
+"""What of a vLLM scheduler is shown: by objects that have the fields of vLLM's, driven like its own."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.unit.test_vllm_board import about
+
+from rose.core.facts import StepFeatures
+from rose.core.passive import MilestoneKind
+from rose.engines.vllm.board import BoardReader, BoardWriter
+from rose.engines.vllm.publishing import Publisher, features_of
+
+
+class FakeRequest:
+    def __init__(self, name: str, prompt_tokens: int, arrival_time: float, max_tokens: int) -> None:
+        self.request_id, self.num_prompt_tokens, self.arrival_time = name, prompt_tokens, arrival_time
+        self.max_tokens = max_tokens
+        self._output_token_ids: list[int] = []
+        self._all_token_ids = [0] * prompt_tokens
+        self.num_computed_tokens = 0
+
+
+class FakeScheduler:
+    """Steps as vLLM does: everybody who runs gets a token or a chunk, then who waits."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+        self.running: list[FakeRequest] = []
+        self.waiting: deque[FakeRequest] = deque()
+        self.kv_holding_waiting: deque[FakeRequest] = deque()
+        self.requests: dict[str, FakeRequest] = {}
+        pool = SimpleNamespace(num_gpu_blocks=101, get_num_free_blocks=lambda: 90)
+        self.kv_cache_manager = SimpleNamespace(block_pool=pool)
+
+    def add(self, request: FakeRequest) -> None:
+        self.waiting.append(request)
+        self.requests[request.request_id] = request
+        self.publisher.came(request)
+
+    def abort(self, request: FakeRequest) -> None:
+        del self.requests[request.request_id]
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+        self.publisher.gone([request])
+
+    def preempt(self, request: FakeRequest) -> None:
+        self.running.remove(request)
+        request.num_computed_tokens = 0
+        self.waiting.appendleft(request)
+
+    def schedule(self, began_s: float, tokens: int = 64) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        while self.waiting and len(self.running) < 8:
+            self.running.append(self.waiting.popleft())
+        for request in self.running:
+            count = min(tokens, len(request._all_token_ids) - request.num_computed_tokens)
+            if count > 0:
+                counts[request.request_id] = count
+                tokens -= count
+                request.num_computed_tokens += count
+        self.publisher.scheduled(began_s, counts, self.requests)
+        return counts
+
+    def update(self, counts: dict[str, int]) -> None:
+        for request in [self.requests[name] for name in counts if name in self.requests]:
+            if request.num_computed_tokens == len(request._all_token_ids):
+                request._output_token_ids.append(7)
+                request._all_token_ids.append(7)
+                if len(request._output_token_ids) == request.max_tokens:
+                    self.running.remove(request)
+                    del self.requests[request.request_id]
+        self.publisher.stepped(self, counts)
+
+
+class Stage:
+    """A fake scheduler, its board, and a clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now_s, self.wall_s = 100.0, 5000.0
+        self.writer = BoardWriter(folder / "b.board", about())
+        self.reader = BoardReader(folder / "b.board")
+        publisher = Publisher(self.writer, now_s=lambda: self.now_s, wall_s=lambda: self.wall_s)
+        self.scheduler = FakeScheduler(publisher)
+
+    def add(self, name: str, prompt: int = 10, max_tokens: int = 5, ago_s: float = 0.0) -> FakeRequest:
+        request = FakeRequest(name, prompt, self.wall_s - ago_s, max_tokens)
+        self.scheduler.add(request)
+        return request
+
+    def step(self, seconds: float = 0.5) -> Any:
+        counts = self.scheduler.schedule(self.now_s)
+        self.now_s += seconds
+        self.scheduler.update(counts)
+        return self.reader.look()
+
+    def close(self) -> None:
+        self.reader.close()
+        self.writer.close()
+
+
+@pytest.fixture
+def stage(tmp_path: Path):
+    made = Stage(tmp_path)
+    yield made
+    made.close()
+
+
+def test_the_life_of_a_request(stage: Stage) -> None:
+    stage.add("a", prompt=10, max_tokens=3, ago_s=0.25)
+    first = stage.step()
+    assert [(m.kind, m.at_s, m.tokens) for m in first.milestones] == [
+        (MilestoneKind.CAME, 99.75, 10),
+        (MilestoneKind.FIRST_TOKEN, 100.5, 0),
+    ]
+    (running,) = first.view.running
+    assert (running.last_token_s, running.context_tokens, running.arrival_s) == (100.5, 10, 99.75)
+    assert first.view.last_step == StepFeatures(10, 10, 55, 1)
+    assert first.view.kv_used_bytes == 10 * 1000
+    second = stage.step()
+    assert second.view.running[0].last_token_s == 101.0
+    last = stage.step()
+    assert last.view.is_idle
+    assert [(m.kind, m.at_s, m.tokens) for m in last.milestones] == [(MilestoneKind.ENDED, 101.5, 3)]
+    assert [step.seconds for step in (*first.steps, *second.steps, *last.steps)] == [0.5, 0.5, 0.5]
+
+
+def test_a_step_behind_another_begins_when_that_one_ends(stage: Stage) -> None:
+    """Asynchronous scheduling: the next step is scheduled while one runs."""
+    stage.add("a", max_tokens=9)
+    stage.step()
+    scheduler = stage.scheduler
+    one = scheduler.schedule(stage.now_s)
+    scheduler.requests["a"]._all_token_ids.append(7)  # as if its place were kept
+    two = scheduler.schedule(stage.now_s + 0.1)
+    assert stage.reader.busy_since_s == stage.now_s
+    stage.now_s += 0.5
+    scheduler.publisher.stepped(scheduler, one)
+    assert stage.reader.busy_since_s == stage.now_s
+    stage.now_s += 0.3
+    scheduler.publisher.stepped(scheduler, two)
+    steps = stage.reader.look().steps
+    assert [round(step.seconds, 6) for step in steps[-2:]] == [0.5, 0.3]
+    assert stage.reader.busy_since_s == float("inf")
+
+
+def test_who_is_aborted_is_gone(stage: Stage) -> None:
+    request = stage.add("a")
+    stage.step()
+    stage.scheduler.abort(request)
+    seen = stage.step()
+    assert [m.kind for m in seen.milestones] == [MilestoneKind.GONE]
+    assert seen.view.is_idle
+    assert seen.steps == (), "a step of nothing is none"
+
+
+def test_who_is_preempted_waits_with_everything_to_compute(stage: Stage) -> None:
+    request = stage.add("a", prompt=10, max_tokens=50)
+    for _ in range(3):
+        stage.step()
+    stage.scheduler.preempt(request)
+    stage.scheduler.publisher.stepped(stage.scheduler, {})
+    (waiting,) = stage.reader.look().view.waiting
+    assert waiting.tokens_left == 13
+
+
+def test_a_priority_queue_is_read_as_it_lies(stage: Stage) -> None:
+    class Queue:
+        def __init__(self) -> None:
+            self._heap: list[Any] = []
+
+        def __len__(self) -> int:
+            return len(self._heap)
+
+    queue = Queue()
+    request = stage.add("a", prompt=33)
+    stage.scheduler.waiting.clear()
+    heapq.heappush(queue._heap, request)
+    stage.scheduler.waiting = queue  # type: ignore[assignment]
+    stage.scheduler.publisher.stepped(stage.scheduler, {})
+    assert stage.reader.look().view.waiting[0].tokens_left == 33
+
+
+def test_features_of_a_mixed_step() -> None:
+    decode, chunk = FakeRequest("d", 5, 0.0, 9), FakeRequest("c", 50, 0.0, 9)
+    decode.num_computed_tokens, chunk.num_computed_tokens = 6, 20
+    shape = features_of({"d": 1, "c": 10}, {"d": decode, "c": chunk})
+    assert shape == StepFeatures(11, 26, 6 + 10 * 10 + 55, 2)
+
+
+class ShowsWhatIs(RuleBasedStateMachine):
+    """Whatever comes, ends, is aborted or preempted: the board shows what the scheduler holds."""
+
+    folder: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = Stage(self.folder)
+        self.names = 0
+        self.came: list[FakeRequest] = []
+
+    @rule(prompt=st.integers(1, 100), max_tokens=st.integers(1, 12))
+    def comes(self, prompt: int, max_tokens: int) -> None:
+        self.names += 1
+        self.stage.add(f"r{self.names}", prompt, max_tokens)
+
+    @rule(times=st.integers(1, 6))
+    def steps(self, times: int) -> None:
+        for _ in range(times):
+            self.stage.step()
+
+    @rule(which=st.integers(0, 50))
+    def aborted(self, which: int) -> None:
+        here = list(self.stage.scheduler.requests.values())
+        if here:
+            self.stage.scheduler.abort(here[which % len(here)])
+            self.stage.step()
+
+    @rule(which=st.integers(0, 50))
+    def preempted(self, which: int) -> None:
+        running = self.stage.scheduler.running
+        if running:
+            self.stage.scheduler.preempt(running[which % len(running)])
+            self.stage.step()
+
+    @invariant()
+    def shown(self) -> None:
+        seen, scheduler = self.stage.reader.look(), self.stage.scheduler
+        if seen is None:
+            return
+        decoding = [
+            r for r in scheduler.running if len(r._all_token_ids) - r.num_computed_tokens == 1 and r._output_token_ids
+        ]
+        assert len(seen.view.waiting) + len(seen.view.running) == len(scheduler.requests)
+        assert sorted(one.context_tokens for one in seen.view.running) == sorted(
+            r.num_computed_tokens for r in decoding
+        )
+        assert all(one.last_token_s <= self.stage.now_s for one in seen.view.running)
+
+    def teardown(self) -> None:
+        self.stage.close()
+
+
+def test_the_board_shows_what_the_scheduler_holds(tmp_path: Path) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    ShowsWhatIs.folder = tmp_path
+    run_state_machine_as_test(ShowsWhatIs, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))

@@ -35,10 +35,10 @@ run: venv
 	@$(BIN)/rose run
 
 test: venv
-	$(BIN)/python -m pytest -m "not slow and not vllm"
+	$(BIN)/python -m pytest -m "not slow and not vllm" --durations=15
 
 test-all: venv system-packages venv-relays venv-alfworld venv-verifiers
-	$(BIN)/python -m pytest -m "slow and not vllm" --timeout=1200
+	$(BIN)/python -m pytest -m "slow and not vllm" --timeout=1200 --durations=15
 
 test-vllm: venv venv-vllm
 	ROSE_VLLM_PYTHON=$(abspath $(VENV_VLLM))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm

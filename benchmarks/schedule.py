@@ -231,7 +231,12 @@ def main() -> int:
     notes = {"traffic": trace.what, "load": LOAD, "spike_load": SPIKE_LOAD, "spike_s": SPIKE_S, "shrunk_by": shrink,
              "length_factors": {source.what: round(source.factor, 4) for source in sources},
              "seconds": round(time.monotonic() - begin_s)}  # fmt: skip
-    return harness.finish(arguments, "schedule", rows, bars(rows), begun, **notes)
+    wanted = bars(rows)
+    for row in rows:
+        row |= {key: None for key in COLUMNS if key not in row}
+        if not row["borrowed"]:
+            row["reason"] = "nothing is borrowed: no gain, and nobody's users to lose"
+    return harness.finish(arguments, "schedule", rows, wanted, begun, **notes)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,18 @@ def test_a_turn_runs_and_ends_once() -> None:
     assert not member.tickets and member.tokens_held == 0
 
 
+def test_turns_that_a_worker_refuses_before_they_began_go_elsewhere_at_once() -> None:
+    """A device that its owner holds back refuses dozens at a time; nothing was computed there, so nothing is paced."""
+    world = World(waiting_max=100)
+    refusing = world.join("a", seats=40, kv_tokens=100_000)
+    for number in range(40):
+        world.submit(f"t{number}")
+    world.join("b", seats=64, kv_tokens=100_000)
+    for turn in world.turns("a"):
+        world.scheduler.heard_refused(refusing, Refused(turn.ticket, Fault("Unavailable", "drained")), 0.0)
+    assert len(world.turns("a")) == len(world.turns("b")) == 40 and world.scheduler.waiting == 0
+
+
 @pytest.mark.parametrize("how", ["evicted", "refused", "lost", "expired"])
 def test_a_turn_that_is_taken_from_a_worker_goes_on_elsewhere_from_what_it_had(how: str) -> None:
     world = World(max_staleness=1)

@@ -166,7 +166,10 @@ class Scheduler:
             self.counts.refused += 1
             retry_after_s = getattr(error, "retry_after_s", RETRY_AFTER_S)
             self.close(member, now_s + retry_after_s, error.what)
-            self._put_back(turn, "evicted", now_s)
+            has_begun = not turn.is_first
+            if has_begun:
+                self._tell_pacer([turn], now_s)
+            self._put_back(turn, "evicted", now_s, has_begun=has_begun)
         self._dismiss(member)
         self.place(now_s)
 
@@ -382,10 +385,13 @@ class Scheduler:
         turn.progress_s = turn.waiting_since_s = now_s
         turn.is_first = False
 
-    def _put_back(self, turn: LiveTurn, outcome: Outcome, now_s: float) -> None:
-        """Into the queue again. Its wait counts from its last progress, so that it is not refused for ever."""
+    def _put_back(self, turn: LiveTurn, outcome: Outcome, now_s: float, *, has_begun: bool = True) -> None:
+        """Into the queue again. Its wait counts from its last progress, so that it is not refused for ever.
+
+        One that never began where it was goes on like any other: pacing is for storms of turns that did.
+        """
         self._unseat(turn, outcome, now_s)
-        turn.is_rerouted = True
+        turn.is_rerouted |= has_begun
         self._enqueue(turn)
 
     def _unseat(self, turn: LiveTurn, outcome: Outcome, now_s: float) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose.config.schema import setting
+from rose.config.spec import read_settings
 from rose.envs.base import Environment, Outcome
 from rose.errors import ConfigError
 
@@ -144,22 +145,12 @@ NONSENSE: tuple[tuple[Any, Any], ...] = (
 
 def parse_distribution(spec: str) -> Draw:
     """`lognormal:median=0.2,sigma=1` -> what draws a number of seconds; ConfigError says how to write it."""
-    name, _, rest = spec.partition(":")
+    name = spec.partition(":")[0]
     if name not in DISTRIBUTIONS:
         raise ConfigError(f"there is no distribution `{name}`", hint=_nearest(name))
     distribution = DISTRIBUTIONS[name]
-    given: dict[str, float] = {}
-    for part in filter(None, rest.split(",")):
-        key, _, text = part.partition("=")
-        if key not in distribution.settings:
-            what = f"distribution `{name}` has no setting `{key}`"
-            raise ConfigError(what, hint=f"write it like {distribution.example}")
-        given[key] = _seconds(spec, key, text)
-    missing = [key for key in distribution.settings if key not in given]
-    if missing:
-        raise ConfigError(
-            f"distribution `{name}` needs {' and '.join(missing)}", hint=f"write it like {distribution.example}"
-        )
+    wanted = dict.fromkeys(distribution.settings, math.nan)
+    given = read_settings("distribution", name, spec, wanted, distribution.example)
     return lambda dice: distribution.draw(given, dice)
 
 
@@ -168,13 +159,3 @@ def _nearest(name: str) -> str:
     if near:
         return f"did you mean {DISTRIBUTIONS[near[0]].example}?"
     return "there are " + ", ".join(distribution.example for distribution in DISTRIBUTIONS.values())
-
-
-def _seconds(spec: str, key: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"`{key}` in `{spec}` is not a number above 0: `{text}`")
-    return value

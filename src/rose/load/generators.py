@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rose.config.spec import read_settings
 from rose.errors import ConfigError
 from rose.load.traces import Floats, Integers, Trace, made_trace
 
@@ -133,24 +134,11 @@ def generated(spec: str, *, seed: int = 0, duration_s: float | None = None, requ
 
 def parse_spec(spec: str) -> tuple[Generator, dict[str, float]]:
     """`gamma:rate=2,cv=4` -> the generator and all its settings; ConfigError names the nearest that exists."""
-    name, _, rest = spec.partition(":")
+    name = spec.partition(":")[0]
     if name not in GENERATORS:
         raise ConfigError(f"there is no generator `{name}`, and no file of that name", hint=_nearest_generator(name))
     generator = GENERATORS[name]
-    settings = dict(generator.settings)
-    for part in filter(None, rest.split(",")):
-        key, _, text = part.partition("=")
-        if key not in settings:
-            near = difflib.get_close_matches(key, settings, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(settings)}"
-            raise ConfigError(f"generator `{name}` has no setting `{key}`", hint=hint)
-        settings[key] = _positive(spec, key, text)
-    missing = [key for key, value in settings.items() if math.isnan(value)]
-    if missing:
-        raise ConfigError(
-            f"generator `{name}` needs {' and '.join(missing)}", hint=f"write it like {generator.example}"
-        )
-    return generator, settings
+    return generator, read_settings("generator", name, spec, generator.settings, generator.example)
 
 
 def _nearest_generator(name: str) -> str:
@@ -158,16 +146,6 @@ def _nearest_generator(name: str) -> str:
     if near:
         return f"did you mean `{GENERATORS[near[0]].example}`?"
     return "give a trace file or one of " + ", ".join(generator.example for generator in GENERATORS.values())
-
-
-def _positive(spec: str, key: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"`{key}` in `{spec}` is not a number above 0: `{text}`")
-    return value
 
 
 def _until_enough(generator: Generator, settings: dict[str, float], streams: Streams, requests: int) -> Floats:

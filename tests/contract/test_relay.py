@@ -172,14 +172,16 @@ def test_readers_beside_a_writer_see_whole_values_only(store):
     watchers = [threading.Thread(target=watch) for _ in range(2)]
     for watcher in watchers:
         watcher.start()
-    writer = store.open()
-    for number in range(12):
-        writer.put_new(f"run/{number:02}", [bytes([number + 1]) * 100_000] * 3)
-        if number % 3 == 2:
-            writer.delete(f"run/{number - 1:02}")
-    done.set()
-    for watcher in watchers:
-        watcher.join()
+    try:
+        writer = store.open()
+        for number in range(12):
+            writer.put_new(f"run/{number:02}", [bytes([number + 1]) * 100_000] * 3)
+            if number % 3 == 2:
+                writer.delete(f"run/{number - 1:02}")
+    finally:
+        done.set()
+        for watcher in watchers:
+            watcher.join()
     assert bad == []
 
 

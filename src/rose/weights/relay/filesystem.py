@@ -2,7 +2,8 @@
 
 A value is written under a temporary name, flushed to the disk, and then linked to its own name. The link is what
 makes it appear whole, and what refuses to overwrite, in one step of the file system. Temporary files stay locked
-while their writer lives, so those of a dead writer are recognised and removed when the folder is opened again.
+while their writer lives, so those of a dead writer are recognised and removed when the folder is opened again. A
+file that was just made is not locked yet and may be taken for a dead writer's; its writer notices and makes another.
 
 Reads are maps of the file: nothing is copied before it is used, and a value deleted meanwhile stays readable.
 """
@@ -109,10 +110,8 @@ class FilesystemRelay:
     def _write(self, key: str, temporary: Path, chunks: Chunks) -> int:
         size = 0
         with _told(key):
-            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            file = _locked(temporary)
         try:
-            with _told(key):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until closed: see _sweep
             for chunk in chunks:
                 with _told(key):
                     size += _write_all(file, chunk)
@@ -168,6 +167,20 @@ class FilesystemRelay:
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> int:
+    """A new file, open and locked until it is closed, and still there: see _sweep."""
+    while True:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)  # whoever sweeps holds it for a moment only
+            if os.fstat(file).st_nlink:
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
 
 
 def _mapped(file: int, start: int, stop: int) -> memoryview:

@@ -50,3 +50,14 @@ def test_the_benchmarks_of_scheduling_write_their_keys(
     found = json.loads(out.read_text())
     assert found["benchmark"] == name and found["wanted"] and len(found["rows"]) == 3
     assert all(keys <= row.keys() for row in found["rows"])
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_regrowth_writes_its_keys(tmp_path: Path) -> None:
+    out = tmp_path / "regrowth.json"
+    command = [sys.executable, str(BENCHMARKS / "regrowth.py"), "--quick", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert out.exists(), done.stdout + done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["rule"] for row in rows} >= {"hysteresis", "swap every 60 s"}
+    assert all(row["rollout_tok_s"] > 0 and 0 <= row["redone_share"] < 1 and row["of_ideal"] < 1.1 for row in rows)

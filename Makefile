@@ -35,13 +35,14 @@ run: venv
 	@$(BIN)/rose run
 
 test: venv
-	$(BIN)/python -m pytest -m "not slow and not vllm" --durations=15
+	$(BIN)/python -m pytest -m "not slow and not vllm" --ignore=tests/e2e -n auto --maxprocesses=8 --dist=worksteal --durations=15
+	$(BIN)/python -m pytest -m "not slow and not vllm" tests/e2e --durations=15
 
 test-all: venv system-packages venv-relays venv-alfworld venv-verifiers
 	$(BIN)/python -m pytest -m "slow and not vllm" --timeout=1200 --durations=15
 
 test-vllm: venv venv-vllm
-	ROSE_VLLM_PYTHON=$(abspath $(VENV_VLLM))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm
+	ROSE_VLLM_PYTHON=$(abspath $(VENV_VLLM))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm --durations=15
 
 soak: venv
 	$(BIN)/python -m pytest tests/property --hypothesis-profile=soak --timeout=0
@@ -81,7 +82,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt $(TORCH)
 	@echo "  2/3 ROSE and what its tests need ..."
 	@$(PIP) install -c constraints.txt -e '.[dev,fast]'
-	@echo "  3/3 compiling the engine's kernels, so that the first start is as quick as any ..."
+	@echo "  3/3 compiling the kernels of the engine and of the weight codec, so that the first start is as quick as any ..."
 	@$(BIN)/rose doctor > $(VENV)/doctor.txt || cat $(VENV)/doctor.txt
 	@touch $@
 	@echo "$(VENV) is ready."

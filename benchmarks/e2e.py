@@ -1,9 +1,13 @@
 """End to end: does a small model learn while a device serves users, and what is the borrowed device worth?
 
-Two runs of `rose run`, as a user would start them. The `default` job shows learning: held-out success before and after.
-The `rollout-heavy` job alternates steps with and without the borrowed device (with, without, without, with), while
-users are served in both; from it come the ratios. Nothing is simulated and nothing waits on purpose: rollouts take
-their share of a step because turns are forty tokens and more, groups are large, and few members of each are trained on.
+Runs of `rose run`, as a user would start them. The `default` job shows learning: held-out success before and after. The
+`rollout-heavy` job alternates steps with and without the borrowed device (with, without, without, with), while users
+are served in both; from it come the ratios. Nothing is simulated and nothing waits on purpose: rollouts take their
+share of a step because turns are forty tokens and more, groups are large, and few members of each are trained on.
+
+`--loss grpo dapo` runs each job with each: grpo has a fixed number of groups, dapo draws others for those in which all
+went alike. With `--asynchronous` rollouts never stop: their share of a step is 1, and a step's tokens are those that
+were generated while it lasted.
 
 The ideal ratio is 1 / ((1 - s) + s / (1 + i d)): s is the rollout share of a step without borrowing, i the share of the
 borrowed core that serving alone leaves idle, d the speed of a core while the other one is busy over its speed alone.
@@ -12,8 +16,10 @@ s and i are taken from the steps without the device; d is measured here, with th
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,68 +34,143 @@ import harness  # noqa: E402
 import numpy as np  # noqa: E402
 
 from rose.launch.figures import ideal_ratio  # noqa: E402
+from rose.launch.watching import allocation_overhead  # noqa: E402
 
 PART_S = 1.0  # one measurement of a core's speed
 REPEATS = 5
 BURN = "--burn"  # how this file is started as the other core's work
+PROFILES, LOSSES = ("default", "rollout-heavy"), ("grpo", "dapo")
+STEPS = {"default": (20, 10), "rollout-heavy": (16, 4)}  # and quick
 COLUMNS = (
-    "profile", "steps", "success_before", "success_after", "rollout_share", "rollout_speedup", "throughput_ratio",
-    "throughput_ratio_low", "throughput_ratio_high", "ideal_ratio", "ratio_of_ideal", "serving_attainment",
-    "serving_attainment_alone", "control_cpu_ms_per_turn", "weight_sync_s", "cost_per_correct",
-    "cost_per_correct_fixed", "lost", "doubled",
+    "profile", "loss", "sync", "steps", "success_before", "success_after", "rollout_share", "rollout_speedup",
+    "throughput_ratio", "throughput_ratio_low", "throughput_ratio_high", "ideal_ratio", "ratio_of_ideal",
+    "serving_attainment", "serving_attainment_alone", "control_cpu_ms_per_turn", "weight_sync_s", "staleness_max",
+    "cost_per_correct", "cost_per_correct_fixed", "lost", "doubled",
 )  # fmt: skip
 OVERALL = (
     "rollout_share", "rollout_speedup", "rollout_speedup_low", "rollout_speedup_high", "throughput_ratio",
     "throughput_ratio_low", "throughput_ratio_high", "idle_share", "busy_speed", "ideal_ratio", "ratio_of_ideal",
     "serving_attainment", "serving_attainment_alone", "control_cpu_ms_per_turn", "cpu_s_by_role", "weight_sync_s",
-    "cost_per_correct", "cost_per_correct_fixed",
+    "cost_per_correct", "cost_per_correct_fixed", "allocation_overhead_share", "borrow_cycles", "pause_s",
 )  # fmt: skip
+MEASURED_IN = {
+    "pause_s": "no worker told how long its turns stood still for new weights",
+    "allocation_overhead_share": "no device was borrowed and given back while the run went",
+}
+"""What only some runs write down, and what it means if one has not."""
 
 
 def main() -> int:
-    arguments = harness.parser(__doc__ or "").parse_args()
+    arguments = options().parse_args()
     begun = harness.machine()
     speed = busy_speed()
+    cases = [(profile, loss) for loss in arguments.loss for profile in arguments.profile]
+    rows = []
     with tempfile.TemporaryDirectory(prefix="rose-e2e-") as runs:
-        learning = job(Path(runs), "default", arguments.seed, [f"steps={10 if arguments.quick else 20}"])
-        heavy_steps = 4 if arguments.quick else 16
-        heavy = job(Path(runs), "rollout-heavy", arguments.seed, [f"steps={heavy_steps}", "compare=true"])
-    rows = [
-        with_ideal({"profile": "default"} | learning, speed),
-        with_ideal({"profile": "rollout-heavy"} | heavy, speed),
-    ]
+        for number, (profile, loss) in enumerate(cases, 1):
+            print(f"job {number} of {len(cases)}: {profile}, {loss}, {sync_of(arguments)}", flush=True)
+            rows.append(with_ideal(job(Path(runs), profile, loss, arguments), speed))
     harness.print_table(rows, COLUMNS)
-    overall = {key: rows[1].get(key) for key in OVERALL}
-    overall |= {key: rows[0][key] for key in ("success_before", "success_after")}
-    overall |= {key: sum(row[key] or 0 for row in rows) for key in ("lost", "doubled")}
-    return harness.finish(arguments, "e2e", rows, bars(rows[0], rows[1]), begun, **overall)
+    bars = [bar for row in rows for bar in bars_of(row)] + bars_of_both(rows)
+    return harness.finish(arguments, "e2e", rows, bars, begun, **overall(rows))
 
 
-def bars(default: dict[str, Any], heavy: dict[str, Any]) -> list[dict[str, Any]]:
-    wanted = harness.wanted
-    alone = heavy["serving_attainment_alone"]
-    lost_points = None if alone is None else round(100 * (alone - (heavy["serving_attainment"] or 0.0)), 3)
+def options() -> argparse.ArgumentParser:
+    made = harness.parser(__doc__ or "")
+    made.add_argument("--profile", nargs="+", choices=PROFILES, default=list(PROFILES), help="which jobs (both)")
+    made.add_argument("--loss", nargs="+", choices=LOSSES, default=["dapo"], help="with which losses (dapo)")
+    made.add_argument("--asynchronous", action="store_true", help="rollouts never stop")
+    made.add_argument("--steps", type=int, help="steps of each job")
+    return made
+
+
+def sync_of(arguments: argparse.Namespace) -> str:
+    return "asynchronous" if arguments.asynchronous else "synchronous"
+
+
+def overall(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios of the first job that compares; what was learnt from the first that is evaluated."""
+    heavy = next((row for row in rows if row["profile"] == "rollout-heavy"), {})
+    learning = next((row for row in rows if row["profile"] == "default"), {})
+    found = {key: heavy.get(key) for key in OVERALL}
+    found |= {key: learning.get(key) for key in ("success_before", "success_after")}
+    found |= {f"{key}_reason": why for key, why in MEASURED_IN.items() if found[key] is None}
+    return found | {key: sum(row[key] or 0 for row in rows) for key in ("lost", "doubled")}
+
+
+def bars_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    name, wanted = f"{row['profile']}, {row['loss']}", harness.wanted
+    bars = [
+        wanted(f"{name}: trajectories lost", row["lost"], 0, at_most=True),
+        wanted(f"{name}: trajectories counted twice", row["doubled"], 0, at_most=True),
+    ]
+    if row["profile"] == "default":
+        return [wanted(f"{name}: held-out success after", row["success_after"], 0.6), *bars]
+    alone = row["serving_attainment_alone"]
+    lost_points = None if alone is None else round(100 * (alone - (row["serving_attainment"] or 0.0)), 3)
+    is_synchronous = row["sync"] == "synchronous"
+    if is_synchronous:
+        bars.append(wanted(f"{name}: rollout share of a step", row["rollout_share"], 0.7))
+        bars.append(wanted(f"{name}: rollouts, without / with the borrowed device", row["rollout_speedup"], 1.4))
+        bars.append(wanted(f"{name}: of the ideal", row["ratio_of_ideal"], 0.88))
+    if row["allocation_overhead_share"] is not None:
+        bars.append(wanted(f"{name}: allocation overhead", row["allocation_overhead_share"], 0.004, at_most=True))
     return [
-        wanted("held-out success after the default job", default["success_after"], 0.6),
-        wanted("rollout share of a step, rollout-heavy", heavy["rollout_share"], 0.7),
-        wanted("rollouts, without / with the borrowed device", heavy["rollout_speedup"], 1.4),
-        wanted("whole steps, without / with", heavy["throughput_ratio"], 1.3),
-        wanted("of the ideal", heavy["ratio_of_ideal"], 0.85),
-        wanted("points of serving attainment lost", lost_points, 0.2, at_most=True),
-        wanted("control CPU per turn, ms", heavy["control_cpu_ms_per_turn"], 1.5, at_most=True),
-        wanted("trajectories lost", default["lost"] + heavy["lost"], 0, at_most=True),
-        wanted("trajectories counted twice", default["doubled"] + heavy["doubled"], 0, at_most=True),
+        wanted(f"{name}: whole steps, without / with", row["throughput_ratio"], 1.35 if is_synchronous else 1.5),
+        *bars,
+        wanted(f"{name}: points of serving attainment lost", lost_points, 0.2, at_most=True),
+        wanted(f"{name}: control CPU per turn, ms", row["control_cpu_ms_per_turn"], 1.5, at_most=True),
     ]
 
 
-def job(runs: Path, profile: str, seed: int, overrides: list[str]) -> dict[str, Any]:
+def bars_of_both(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Dynamic sampling gains at least what a fixed number of groups does, within the interval."""
+    by_loss = {row["loss"]: row for row in rows if row["profile"] == "rollout-heavy"}
+    if set(by_loss) != set(LOSSES):
+        return []
+    highest = by_loss["dapo"]["throughput_ratio_high"] or by_loss["dapo"]["throughput_ratio"]
+    return [harness.wanted("dapo gains what grpo does (upper end)", highest, by_loss["grpo"]["throughput_ratio"])]
+
+
+def job(runs: Path, profile: str, loss: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One run, as a user starts it; its summary."""
-    given = [f"runs={runs}", f"profile={profile}", f"seed={seed}", *overrides]
-    command = [sys.executable, "-m", "rose", "run", "--name", profile]
+    steps = arguments.steps or STEPS[profile][arguments.quick]
+    given = [f"runs={runs}", f"profile={profile}", f"seed={arguments.seed}", f"steps={steps}"]
+    given += [f"train.loss.name={loss}", f"groups.dynamic_sampling={str(loss == 'dapo').lower()}"]
+    given += [f"compare={str(profile == 'rollout-heavy').lower()}"]
+    given += [f"asynchrony.is_used={str(arguments.asynchronous).lower()}"]
+    name = f"{profile}-{loss}"
+    command = [sys.executable, "-m", "rose", "run", "--name", name]
     command += [word for override in given for word in ("--set", override)]
     subprocess.run(command, check=True)
-    found: dict[str, Any] = json.loads((runs / profile / "summary.json").read_text())
-    return found
+    found: dict[str, Any] = json.loads((runs / name / "summary.json").read_text())
+    lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    row = {"profile": profile, "loss": loss, "sync": sync_of(arguments)} | found
+    row |= {"weight_sync_s": weight_sync_s(lines, found), "pause_s": pause_s(lines)} | allocation(lines)
+    return row | {f"{key}_reason": why for key, why in MEASURED_IN.items() if row[key] is None}
+
+
+def allocation(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The share of the run in which a wanted device was not usable, and how often one was borrowed."""
+    cycles = {line["number"] for line in lines if line["kind"] == "allocation"}
+    share = allocation_overhead(lines) if cycles else None
+    return {"allocation_overhead_share": share, "borrow_cycles": len(cycles)}
+
+
+def pause_s(lines: list[dict[str, Any]]) -> float | None:
+    """How long turns stood still for a version, on the worker where it was longest."""
+    known = [line["pause_s"] for line in lines if line["kind"] in ("step", "sync") and line.get("pause_s") is not None]
+    return round(statistics.median(known), 5) if known else None
+
+
+def weight_sync_s(lines: list[dict[str, Any]], summary: dict[str, Any]) -> float | None:
+    """From the call of `publish` until every worker runs it; an asynchronous trainer waits for the first part only."""
+    waited = {line["step"]: line["took_s"] for line in lines if line["kind"] == "sync"}
+    if not waited:
+        return summary["weight_sync_s"]
+    steps = [line for line in lines if line["kind"] == "step" and line["verdict"] == "updated"]
+    found = [line["publish_s"] + waited[line["step"]] for line in steps if line["step"] in waited]
+    return round(statistics.median(found), 4) if found else None
 
 
 def with_ideal(row: dict[str, Any], speed: float) -> dict[str, Any]:

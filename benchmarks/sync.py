@@ -109,11 +109,17 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def put_ratios(rows: list[dict[str, Any]]) -> None:
     """Against the full transfer in the same setting, on the same link. A late joiner has nothing else to be held to."""
-    full = {row["link_mbit_s"]: row["total_s"] for row in rows if row["method"] == "full"}
+    full = {row["link_mbit_s"]: row for row in rows if row["method"] == "full" and row["total_s"] is not None}
     for row in rows:
-        whole_s = full.get(row["link_mbit_s"])
-        if whole_s is not None and row["total_s"]:
-            row["ratio_full_time"] = round(whole_s / row["total_s"], 2)
+        whole = full.get(row["link_mbit_s"])
+        if row["total_s"] is None:
+            continue
+        if whole is None:
+            row |= {"ratio_full_time": None, "why": "no ratio: the full transfer was not run at this rate"}
+            continue
+        row["ratio_full_time"] = round(whole["total_s"] / row["total_s"], 2)
+        row["ratio_full_time_low"] = round(whole["total_s_low"] / row["total_s_high"], 2)
+        row["ratio_full_time_high"] = round(whole["total_s_high"] / row["total_s_low"], 2)
 
 
 def not_measured(setting: Setting, why: str) -> dict[str, Any]:

@@ -44,7 +44,9 @@ def settings(quick: bool) -> list[Setting]:
         Setting("filesystem", LARGE, 2, (None,), 3),
         Setting("filesystem", SMALL, 8, (None,), 3),
         Setting("mooncake", LARGE, 1, (None,), 3),
+        Setting("mooncake", SMALL, 8, (None,), 1),
         Setting("object", SMALL, 8, LINKS_MBIT_S, 1),
+        Setting("mooncake", LARGE, 2, (None,), 1),
         Setting("object", LARGE, 2, LINKS_MBIT_S, 1),
     ]
 

@@ -58,9 +58,13 @@ class Store:
         """A relay with room for `ROOM_BYTES`."""
         return contextlib.nullcontext(MemoryRelay(capacity_bytes=ROOM_BYTES))
 
+    def leave(self) -> None:
+        """Close the clients."""
+        while self._opened:
+            self._opened.pop().close()
+
     def close(self) -> None:
-        for relay in self._opened:
-            relay.close()
+        self.leave()
 
 
 class FolderStore(Store):

@@ -14,11 +14,23 @@ from rose.weights.relay.base import Entry, KeyExists, KeyMissing, RangeRefused, 
 BLOB = bytes(range(256)) * 4096  # 1 MiB
 
 
-@pytest.fixture(params=KINDS)
-def store(request, tmp_path):
-    opened: Store = request.param(tmp_path)
+@pytest.fixture(scope="module", params=KINDS)
+def running(request, tmp_path_factory):
+    """One store for all tests: servers take longer to start than to be tested."""
+    opened: Store = request.param(tmp_path_factory.mktemp("store"))
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def store(running):
+    """Empty, and without clients."""
+    yield running
+    running.leave()
+    relay = running.open()
+    for entry in relay.list():
+        relay.delete(entry.key)
+    running.leave()
 
 
 @pytest.fixture

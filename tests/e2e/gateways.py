@@ -13,11 +13,13 @@ from tests.e2e import devices
 from tests.e2e.devices import Answer, Device, eventually
 
 AGENT, WORKER, TRAINER, OPERATOR = "an-agents-token", "a-workers-token", "a-trainers-token", "an-operators-token"
+ROLLOUTS = "a-token-for-the-rollouts-door"
 TOKENS = {
     "ROSE_AGENT_TOKEN": AGENT,
     "ROSE_WORKER_TOKEN": WORKER,
     "ROSE_TRAINER_TOKEN": TRAINER,
     "ROSE_OPERATOR_TOKEN": OPERATOR,
+    "ROSE_ROLLOUT_TOKEN": ROLLOUTS,
 }
 GENERATE = "/inference/v1/generate"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -35,12 +36,20 @@ class Run:
 
     def __init__(self, runs: Path, model: Path, *overrides: str) -> None:
         given = [f"runs={runs}", f"rollout_model={model}", *SMALL, *overrides]
-        command = [sys.executable, "-m", "rose", "run", "--name", "it"]
-        command += [word for override in given for word in ("--set", override)]
-        self.folder = runs / "it"
+        self._start(runs / "it", "--name", "it", *(word for override in given for word in ("--set", override)))
+
+    @classmethod
+    def resumed(cls, folder: Path, *arguments: str) -> Run:
+        """The run in this folder, going on."""
+        run = cls.__new__(cls)
+        run._start(folder, "--resume", str(folder), *arguments)
+        return run
+
+    def _start(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "rose", "run", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -113,3 +122,10 @@ def processes_of(found: dict[int, str], words: str) -> list[int]:
 
 def kill(process_id: int) -> None:
     os.kill(process_id, signal.SIGKILL)
+
+
+def kill_all(run: Run) -> None:
+    """The run and everything it has started, at once."""
+    for process_id in (run.process.pid, *run.processes()):
+        with contextlib.suppress(ProcessLookupError):
+            kill(process_id)

@@ -14,7 +14,7 @@ import openai
 import pytest
 from tests.e2e import gateways
 from tests.e2e.devices import eventually
-from tests.e2e.gateways import AGENT, TRAINER, WORKER, RunningGateway, Stream
+from tests.e2e.gateways import AGENT, ROLLOUTS, TRAINER, WORKER, RunningGateway, Stream
 from tests.e2e.lent import lent
 
 from rose.core.trajectory import Trajectory
@@ -101,12 +101,15 @@ def test_a_worker_killed_in_mid_turn(found: RunningGateway, rollout_model: Path)
 
 def test_new_weights_in_mid_turn_make_two_spans(rollout_model: Path, tmp_path: Path) -> None:
     newer = write_preset("frozenlake-1m", tmp_path / "frozenlake-1m", seed=1)
-    with gateways.gateway(rollout_model) as running, gateways.worker(rollout_model, running.url, "a"):
+    with gateways.gateway(rollout_model) as running, gateways.worker(rollout_model, running.url, "a") as device:
         running.has_open(1)
         stream = Stream(running, "swapped", PROMPT, max_tokens=LONG, seed=3)
         stream.read(50)
         published = running.ask("POST", "/v1/versions", {"version": "1", "folder": str(newer), "wait_s": 60}).json
-        assert published == {"version": "1", "ready": ["a"], "behind": {}}
+        assert published.items() >= {"version": "1", "ready": ["a"], "behind": {}}.items()
+        assert published["sync_s"]["a"] >= published["pause_s"]["a"] > 0
+        shown = device.ask("GET", "/metrics", headers={"Authorization": f"Bearer {ROLLOUTS}"}).body.decode()
+        assert "rose_weights_pause_seconds_count 1.0" in shown and "vllm:generation_tokens_total" in shown
         stream.read()
         assert list(dict.fromkeys(stream.versions)) == ["0", "1"] and len(stream.versions) == LONG
         whole = running.turn(PROMPT, "swapped", max_tokens=LONG, seed=3).json["choices"][0]

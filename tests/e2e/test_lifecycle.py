@@ -80,6 +80,15 @@ def test_a_body_that_never_comes(scripted: Device) -> None:
     assert is_serving(scripted)
 
 
+@pytest.mark.parametrize("words", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+def test_who_never_says_what_it_wants_is_cut_off(scripted: Device, words: bytes) -> None:
+    with socket.create_connection((HOST, scripted.port), timeout=60) as connection:
+        connection.sendall(words)
+        with pytest.raises(ConnectionResetError):
+            read_all(connection)
+    assert is_serving(scripted)
+
+
 def test_chat_without_max_tokens_may_use_the_whole_context(scripted: Device) -> None:
     messages = [{"role": "user", "content": "x" * (CONTEXT_TOKENS - 200)}]
     usage = scripted.post("/v1/chat/completions", {"messages": messages}).json["usage"]

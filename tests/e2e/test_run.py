@@ -57,6 +57,8 @@ def test_two_steps_end_to_end(tmp_path, model, runs):
     assert [folder.name for folder in (run.folder / "checkpoints").iterdir()] == ["step-000002"]
     assert "<svg" in (run.folder / "report.html").read_text()
     check_weights(run, {"borrowed", "dedicated"})
+    assert {cycle["name"] for cycle in run.metrics("allocation")} == {"borrowed"}
+    assert run.metrics("allocation")[-1]["usable_s"] is not None
     assert run.processes() == {}
 
 
@@ -68,6 +70,7 @@ def check_weights(run: Run, workers: set[str]) -> None:
     for step in run.metrics("step"):
         assert step["weights_bytes"] > 0 and step["weights_ratio"] > 1 and step["weights_lag"] == 0
         assert step["weights_kind"] == "delta" and step["weights_s"]["total"] > 0
+        assert step["weight_sync_s"] >= step["pause_s"] > 0
     assert run.metrics("step")[-1]["weights_hash"] == weights["hash"]
     assert weights["hash"] in verified(run)
 

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -74,6 +75,8 @@ def test_ls_lists_every_link(filled, capsys):
     text = said(capsys, "weights", "ls", *filled[1])
     assert len(re.findall(r"^\d+ +\d+ +(?:anchor|delta)", text, re.MULTILINE)) == 4
     assert re.search(r"newest for a worker that joins: 4 \(epoch \d+\)", text)
+    [following] = re.findall(r"^next: rose (.*)$", text, re.MULTILINE)
+    assert "version     4" in said(capsys, *shlex.split(following))
 
 
 def test_show_describes_the_newest_or_a_chosen_one(filled, capsys):
@@ -229,15 +232,17 @@ def last_number(process: subprocess.Popen[str]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_publisher_and_receiver_may_be_killed_at_any_time(tmp_path):
+def test_publisher_receiver_and_relay_may_be_killed_at_any_time(tmp_path):
     chance = random.Random(2)
     store = TcpStore(tmp_path)
     version = received = 0
     running = {task: start(task, store.address) for task in ("publish", "receive")}
     for _ in range(ROUNDS):
         time.sleep(chance.uniform(1.0, 4.0))
-        victim = chance.choice(["publish", "receive"])
-        if victim == "publish":
+        victim = chance.choice(["publish", "receive", "relay"])
+        if victim == "relay":
+            store.restart()
+        elif victim == "publish":
             version = max(version, last_number(running["publish"]))
             running["publish"] = start("publish", store.address, version)
         else:

@@ -12,13 +12,13 @@ import copy
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from tests.sim.models import learnt
 
 from rose.core.admission import Admission, LendingLimits
 from rose.core.breaches import Breach, Ledger
 from rose.core.decisions import Grant
 from rose.core.facts import RolloutView, RunningRequest, ServingView, StepFeatures, WaitingRequest
 from rose.core.slo import Budgets, decode_slack_s, look_ahead
+from rose.sim.models import learnt
 
 BUDGETS = Budgets(0.3, 0.08)
 SERVING = learnt(lambda features: 0.0005 + 80e-6 * features.new_tokens + 1e-7 * features.kv_read_tokens, 0.03)

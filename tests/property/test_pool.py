@@ -14,12 +14,14 @@ from rose.errors import QueueFull, RequestRefused, RoseError
 from rose.rollout.books import Books
 from rose.rollout.ledger import NoLedger
 from rose.rollout.messages import (
+    Activate,
     Beat,
     Cancel,
     Evict,
     Join,
     Leave,
     NewVersion,
+    Park,
     Piece,
     Refused,
     Tokens,
@@ -53,13 +55,16 @@ class Members(RuleBasedStateMachine):
     @initialize(kind=st.sampled_from(["cost", "paper", "least", "sticky"]), max_staleness=st.integers(0, 1))
     def start(self, kind: Any, max_staleness: int) -> None:
         settings = GatewaySettings(
-            lease_s=3.0, wait_s=20.0, max_waiting=6, router=kind, max_staleness=max_staleness, gated_s=0.5
-        )
+            lease_s=3.0, wait_s=20.0, max_waiting=6, router=kind, max_staleness=max_staleness, gated_s=0.5,
+            borrowed_max=2, return_after_s=1.0,
+        )  # fmt: skip
         self.books = Books(MODEL, settings, NoLedger(7))
         self.now_s = 0.0
         self.members: dict[str, Member] = {}
         self.running: dict[str, dict[int, Turn]] = {}  # by member, what it was told to run and did not give back
         self.shut: set[str] = set()
+        self.held: set[str] = set()  # by their owners
+        self.parked: set[str] = set()
         self.readers: dict[str, Reader] = {}
         self.versions = 0
         self.numbers = 0
@@ -74,13 +79,21 @@ class Members(RuleBasedStateMachine):
                 return
             raise AssertionError("two members of one name")
         self.running[name] = {}
-        self.shut.discard(name)
+        for others in (self.shut, self.held, self.parked):
+            others.discard(name)
         self.members[name] = self.books.join(join, lambda message: self.obey(name, message), self.now_s)
 
     def obey(self, name: str, message: Any) -> None:
         match message:
             case Turn():
+                if (member := self.books.pool.get(name)) is not None:
+                    assert member.is_wanted and member.is_offered, "a turn for a device that is not ours"
                 self.running[name][message.ticket] = message
+            case Activate():
+                self.parked.discard(name)
+            case Park():
+                if name not in self.held:  # what its owner holds back is not the gateway's to park
+                    self.parked.add(name)
             case Cancel():
                 self.running[name].pop(message.ticket, None)
             case Leave() | Evict() | NewVersion():
@@ -97,9 +110,19 @@ class Members(RuleBasedStateMachine):
         self.now_s += seconds
         for name, member in self.members.items():
             if name != silent:
-                beat = Beat(0, 0, 0, 64, member.version, name not in self.shut)
+                is_ours = name not in self.held and name not in self.parked
+                beat = Beat(
+                    0, 0, 0, 64, member.version, is_ours and name not in self.shut, is_offered=name not in self.held,
+                    place="parked" if name in self.parked else "resident", can_park=member.kind == "borrowed",
+                )  # fmt: skip
                 self.books.heard(member, beat, self.now_s)
         self.books.tick(self.now_s)
+
+    @rule(name=MEMBERS)
+    def hold_or_offer(self, name: str) -> None:
+        """The owner's word; it comes to the gateway with the next beat."""
+        if name in self.members and self.members[name].kind == "borrowed":
+            self.held ^= {name}
 
     @rule(name=MEMBERS)
     def shut_or_open(self, name: str) -> None:

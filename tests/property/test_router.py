@@ -114,6 +114,7 @@ class RouterKeepsItsBooks(RuleBasedStateMachine):
     def place(self, trajectory: str, prompt: int, answer: int, skip: bool) -> None:
         turn = TurnView(trajectory, trajectory[:1] or None, prompt, answer)
         before = copy.deepcopy(self.router)
+        before._forget_choices()
         decision = self.router.choose(turn, self.now_s)
         assert decision == before.choose(turn, self.now_s), "the same facts, another decision"
         self.check(turn, decision)

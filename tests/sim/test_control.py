@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rose.coserve.messages import LENGTH_BYTES, FrameReader
 from rose.rollout.books import Books
 from rose.rollout.messages import Turn
 from rose.rollout.trajectories import Finish
@@ -27,7 +28,7 @@ from rose.sim.world import Report, simulate
 SIMULATE_S = float(os.environ.get("ROSE_SIMULATE_CONTROL_S", "30"))
 SEEDS_MIN = 12
 SEEDS_TO_CATCH = 24
-SEEDS_KEPT = (1, 35, 116, 239)
+SEEDS_KEPT = (1, 12, 35, 62, 107, 116, 239, 558)
 
 
 def check(report: Report) -> None:
@@ -143,8 +144,10 @@ class ForgetsPartials(BrokenGateway):
     """Begins turns anew when it is started again."""
 
     def books(self, ledger: WatchedLedger) -> Books:
-        unfinished = "SELECT session, ordinal FROM turns WHERE finish IS NULL"
-        self._connection.execute(f"DELETE FROM pieces WHERE (session, ordinal) IN ({unfinished})")
+        for number, entries in self._connection.execute("SELECT id, entries FROM log").fetchall():
+            begun = [entry for entry in FrameReader().push(entries) if msgspec.msgpack.decode(entry)[0] == "b"]
+            rest = b"".join(len(entry).to_bytes(LENGTH_BYTES, "little") + entry for entry in begun)
+            self._connection.execute("UPDATE log SET entries = ? WHERE id = ?", (rest, number))
         return super().books(ledger)
 
 
@@ -153,6 +156,40 @@ class BelievesEverybody(BrokenGateway):
 
     def broken(self, books: Books) -> Books:
         books.pool.is_lying = lambda member: False  # type: ignore[method-assign]
+        books.pool.is_proved = lambda member, version: True  # type: ignore[method-assign]
+        return books
+
+
+class HearsTheUnproved(BrokenGateway):
+    """Takes tokens of new weights before their hash is known."""
+
+    def broken(self, books: Books) -> Books:
+        is_proved = books.pool.is_proved
+        books.pool.is_proved = lambda *known: is_proved(*known) is not False  # type: ignore[method-assign]
+        return books
+
+
+class KnowsNoCaps(BrokenGateway):
+    """Uses every device that there is."""
+
+    def broken(self, books: Books) -> Books:
+        books.provisioning.look = lambda now_s: None  # type: ignore[method-assign]
+        return books
+
+
+class KeepsDevices(BrokenGateway):
+    """Borrows, and never gives back."""
+
+    def broken(self, books: Books) -> Books:
+        books.provisioning._provision._returns = lambda *known: iter(())  # type: ignore[method-assign]
+        return books
+
+
+class ForgetsOwners(BrokenGateway):
+    """Offers turns to devices that are held back."""
+
+    def broken(self, books: Books) -> Books:
+        books.pool.takes_turns = lambda member: True  # type: ignore[method-assign]
         return books
 
 
@@ -226,6 +263,7 @@ class FinishesTwice(BrokenGateway):
 
 
 STRICT = {"ahead": 0, "max_staleness": 0}
+SWAPPED_IN_MID_TURN = {"ahead": 1, "tokens_max": 96, "think_s": 0.01, "seats": 8, "dedicated": 2, "kv_blocks": 256}
 
 
 @pytest.mark.parametrize(
@@ -234,6 +272,10 @@ STRICT = {"ahead": 0, "max_staleness": 0}
         (HearsTheDead, {}),
         (ForgetsPartials, {}),
         (BelievesEverybody, STRICT),
+        (HearsTheUnproved, SWAPPED_IN_MID_TURN),
+        (KnowsNoCaps, {"borrowed": 3, "borrowed_max": 1}),
+        (KeepsDevices, {"borrowed": 2, "return_after_s": 0.5}),
+        (ForgetsOwners, {"borrowed": 2}),
         (TakesAnyVersion, {}),
         (SpeaksTooSoon, {}),
         (KnowsNoRepetition, {}),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from tests.e2e.scripted_engine import ScriptedEngine
 
@@ -30,6 +31,12 @@ TOKENS = Tokens(
     agent="an-agents-token", worker="a-workers-token", trainer="a-trainers-token", operator="an-operators-token"
 )
 PATIENCE_S = 20.0
+LENDING = messages.LendingStatus(
+    state="lending", why="", mode="decode", model="resident", model_bytes=0, activation_s=None, parking_s=None,
+    running=0, waiting=0, lent_steps=0, lent_tokens=0, lent_s=0.0, evictions=0, evicted_tokens=0, breaches={},
+    doubtful=0, breaker_trips=0, page_bytes=1, pages=100, rollout_pages=0, rollout_pages_max=0, serving_pages=25,
+    headroom_pages=0, memory_state="open", lending_stretch=1.0, memory_share=1.0, compute_share=1.0, slack_s=0.2,
+)  # fmt: skip
 
 
 class LoopEngine:
@@ -38,6 +45,8 @@ class LoopEngine:
     def __init__(self, step_s: float = 0.0) -> None:
         self.gave_up: asyncio.Future[Unavailable] = asyncio.get_running_loop().create_future()
         self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
+        self.on_lending: Callable[[], None] = lambda: None
+        self.lending_status: messages.LendingStatus | None = None
         self.trouble: Unavailable | None = None
         self.refusal: RoseError | None = None  # of every request, if set
         self._engine = ScriptedEngine(EngineSettings())
@@ -79,7 +88,22 @@ class LoopEngine:
             case messages.Commit():
                 assert self._staged == command.version
                 self._engine.swap(command.version)
+            case messages.Want():
+                await self._want(command.is_wanted)
         return messages.Reply(1, self.facts)
+
+    def lend(self, **changes: Any) -> None:
+        """As a lent device does when something about its lending has changed."""
+        before = self.lending_status if self.lending_status is not None else LENDING
+        self.lending_status = msgspec.structs.replace(before, **changes)
+        self.on_lending()
+
+    async def _want(self, is_wanted: bool) -> None:
+        if is_wanted:
+            self.lend(state="lending", model="resident", why="")
+        else:
+            await self.ask_evict_all()
+            self.lend(state="parked", model="parked", why="there is no work")
 
     def die(self, why: str) -> None:
         """As when the engine process is killed and started again."""

@@ -6,7 +6,6 @@ import dataclasses
 import math
 
 import pytest
-from tests.sim.models import learnt
 
 from rose.core.admission import START_GRACE_S, Admission, LendingLimits, Mode
 from rose.core.breaches import Ledger
@@ -18,6 +17,7 @@ from rose.core.latency import LatencyModel
 from rose.core.ration import Ration
 from rose.core.slo import Budgets
 from rose.errors import ConfigError
+from rose.sim.models import learnt
 
 NOW_S = 100.0
 BUDGETS = Budgets(ttft_s=0.5, tpot_s=0.15)
@@ -368,3 +368,19 @@ def test_the_breaker_by_shares(story, lent, late, requests, attained, is_stopped
         breaker.finished(1.0 + number / 1000, is_attained=number < attained)
     assert (breaker.why_stopped(3.0) is not None) is is_stopped, story
     assert breaker.why_stopped(3.0 + 130.0) is None, "a minute later it is forgotten, or has cooled down"
+
+
+def test_a_device_that_stalled_early_is_not_shut_for_ever():
+    """After a few stalls no step fits by its upper estimate, and while none runs nothing better can be learnt."""
+    model = learnt(rollout_cost)
+    shape = StepFeatures(8, 800, 800, 8)
+    for _ in range(4):
+        model.observe(shape, 3.0)
+    lent = admission("decode", rollout=model)
+    view = RolloutView(decoding=8, prompt_tokens=0, context_tokens=100)
+    assert lent.decide(ServingView(1), view, 0.0).reason.startswith("no step fits")
+    opened_s = next(now_s for now_s in range(120) if lent.decide(ServingView(1), view, float(now_s)).tokens)
+    assert opened_s > 5
+    for _ in range(50):
+        model.observe(shape, 3.0)
+    assert not lent.decide(ServingView(1), view, 200.0).tokens, "it is as slow as it was"

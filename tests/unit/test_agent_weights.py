@@ -19,15 +19,18 @@ from rose.errors import RequestRefused
 from rose.models.folder import ModelFolder, load_model_folder
 from rose.models.presets import write_preset
 from rose.models.tensors import open_tensors, write_tensors
+from rose.observe.metrics import Metrics
 from rose.rollout.messages import NewVersion, VersionReady
 from rose.rollout.weights import FOLDER, Intake
 from rose.weights.codec.kernels import warm_up
 from rose.weights.connecting import SECRET
 from rose.weights.hashing import folder_hash
+from rose.weights.metrics import ReceiveMetrics
 from rose.weights.publish import Published, Publisher
 from rose.weights.receive import Receiver
 
 RUN = "a-run"
+RECEIVED = "rose_weights_received_bytes_total "
 SHAPES = {"model.embed_tokens.weight": (12, 4), "model.norm.weight": (4,)}
 
 
@@ -97,8 +100,8 @@ class Device:
     """An engine, its intake, and what a gateway hears of it."""
 
     def __init__(self) -> None:
-        self.engine = Engine()
-        self.intake = Intake(self.engine)
+        self.engine, self.metrics = Engine(), Metrics(process_facts=False)
+        self.intake = Intake(self.engine, ReceiveMetrics(self.metrics))
         self.heard: list[VersionReady] = []
         self.intake.tell = self.heard.append
 
@@ -165,6 +168,7 @@ def test_an_engine_that_was_restarted_gets_its_weights_again_and_nothing_is_fetc
         ready = await device.take(version)
         assert (ready.fault, ready.hash) == (None, version.hash)
         assert equal(device.engine.weights, bits)
+        assert ready.size_bytes == 0 and ready.seconds.keys() == {"stage", "commit"}
 
     tell(story)
 
@@ -263,6 +267,34 @@ def test_another_run_is_followed_and_leaves_nothing_behind(tmp_path):
     asyncio.run(eventually(lambda: not list((tmp_path / "received").iterdir())))
 
 
+def test_a_device_shows_what_came_in_and_what_went_wrong(tmp_path):
+    trainer = Trainer(tmp_path / "relay")
+    first, _ = trainer.publish()
+    second, _ = trainer.publish()
+
+    async def story(device: Device) -> None:
+        read = [(await device.take(version)).size_bytes for version in (first, second)]
+        await device.take(NewVersion("9", relay=second.relay, run=RUN, hash="0" * 32))
+        device.engine.stage_refusal = RequestRefused("another version is being staged")
+        await device.take(first)
+        said = device.metrics.exposition().decode()
+        for line in (
+            "rose_weights_received_versions_total 3.0",  # the last of them arrived, and was not staged
+            "rose_weights_pause_seconds_count 2.0",
+            'rose_weights_seconds_count{phase="decode"} 3.0',
+            'rose_weights_seconds_count{phase="stage"} 2.0',
+            'rose_weights_seconds_count{phase="commit"} 2.0',
+            'rose_weights_failures_total{kind="WeightsRefused"} 1.0',
+            'rose_weights_failures_total{kind="RequestRefused"} 1.0',
+            "rose_weights_lag_versions 0.0",
+        ):
+            assert line in said, said
+        [received] = [float(line.split()[1]) for line in said.splitlines() if line.startswith(RECEIVED)]
+        assert received > sum(read) > 0
+
+    tell(story)
+
+
 def test_weights_in_a_folder_have_the_hash_that_they_would_have_in_a_relay(tmp_path):
     trainer = Trainer(tmp_path / "relay")
     version, bits = trainer.publish()
@@ -296,7 +328,8 @@ def test_a_gateway_hears_the_hash_and_hears_it_again_from_whoever_comes_back(tmp
         async with world(model) as found:
             engine = await found.worker("a")
             reply = {"version": version.version, "ready": ["a"], "behind": {}}
-            assert await found.ask("POST", "/v1/versions", body) == (200, reply)
+            status, told = await found.ask("POST", "/v1/versions", body)
+            assert status == 200 and told.items() >= reply.items() and told["sync_s"].keys() == {"a"}
             assert engine.facts.version == version.version
             member = found.gateway.pool.get("a")
             assert member is not None and member.hash == version.hash
@@ -305,7 +338,29 @@ def test_a_gateway_hears_the_hash_and_hears_it_again_from_whoever_comes_back(tmp
             await eventually(lambda: found.gateway.pool.get("a") not in (None, member))
             again = found.gateway.pool.get("a")
             assert again is not None and (again.version, again.hash) == (version.version, version.hash)
+            said = (await found.ask("GET", "/metrics"))[1].decode()
+            assert "rose_weights_received_versions_total 1.0" in said and "rose_weights_pause_seconds_count 1.0" in said
+            assert "rose_weights_lag_versions 0.0" in said and "rose_weights_workers_behind 0.0" in said
             for wrong in ({"relay": ""}, {"run": ""}, {"folder": "there"}):
                 assert (await found.ask("POST", "/v1/versions", body | wrong))[0] == 400
+
+    asyncio.run(story())
+
+
+def test_a_gateway_shows_who_is_behind_and_why(tmp_path, model):
+    version, _ = Trainer(tmp_path / "relay").publish()
+    body = {"version": "lost", "relay": version.relay, "run": RUN, "hash": "0" * 32, "wait_s": 0.1}
+
+    async def story() -> None:
+        async with world(model) as found:
+            await found.worker("a")
+            assert (await found.ask("POST", "/v1/versions", body))[1]["ready"] == []
+            member = found.gateway.pool.get("a")
+            assert member is not None
+            await eventually(lambda: bool(member.trouble))
+            said = (await found.ask("GET", "/metrics"))[1].decode()
+            assert "rose_weights_lag_versions 1.0" in said and "rose_weights_workers_behind 1.0" in said
+            assert 'rose_weights_failures_total{kind="RequestRefused"} 1.0' in said
+            assert "rose_weights_received_versions_total 0.0" in said
 
     asyncio.run(story())

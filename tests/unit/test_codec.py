@@ -57,7 +57,7 @@ def test_all_sixteen_bit_steps():
     ("a gentle step", 3e-7, Mode.SPARSE, 130),
     ("a larger step", 1.2e-6, Mode.SPARSE, 50),
     ("most changed", 1e-4, Mode.SPARSE, 4),
-    ("another model", 1.0, Mode.PACKED, 1.45),
+    ("another model", 1.0, Mode.SPLIT, 1.45),
 ])  # fmt: skip
 def test_the_smallest_mode_is_taken(story, noise, mode, ratio_full_min):
     base, new = update(1 << 17, noise)

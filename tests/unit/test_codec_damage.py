@@ -14,7 +14,7 @@ from rose.weights import codec
 from rose.weights.codec import CodecError, ElementType, Mode
 from rose.weights.codec.format import CLASSES, CONTEXT_HEAD_BYTES
 from rose.weights.codec.kernels import KernelBlocks
-from rose.weights.codec.reference import ReferenceBlocks
+from rose.weights.codec.reference import ReferenceBlocks, split_body
 
 GUARD = 4096
 NOISES = {"sparse": 1e-6, "dense": 1e-4, "packed": 1.0}
@@ -36,8 +36,8 @@ def try_to_apply(payload: bytes, base: np.ndarray) -> np.ndarray | None:
 @pytest.mark.parametrize("contexts", [False, True], ids=["plain", "contexts"])
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES.keys())
 def test_every_flipped_bit(noise, contexts):
-    base, new = update(400, noise)
-    payload = codec.encode(base, new, block_elements=150, contexts=contexts)
+    base, new = update(240, noise)
+    payload = codec.encode(base, new, block_elements=90, contexts=contexts)
     unharmed = 0
     for bit in range(8 * len(payload)):
         damaged = bytearray(payload)
@@ -69,16 +69,15 @@ def test_random_bodies_get_the_same_verdict_from_both(mode, element_type):
         last = int(draw.choice([elements, draw.integers(first, elements) + 1]))
         if mode == Mode.CONTEXT:
             first, last = 0, elements
-        body = random_body(draw, mode, elements)
+        body = random_split(draw, elements) if mode == Mode.SPLIT else random_body(draw, mode, elements)
         base = draw.integers(0, 1 << element_type.bits, last - first).astype(element_type.storage)
         left, right = base.copy(), base.copy()
         verdict = fast.apply(mode, body, left, elements, first)
         assert verdict == slow.apply(mode, body, right, elements, first)
         assert not verdict or np.array_equal(left, right)
         verdicts.add(verdict)
-    assert True in verdicts or mode in (Mode.FULL, Mode.CONTEXT), (
-        "no random body was ever accepted: the test does not reach far"
-    )
+    never_fits = mode in (Mode.FULL, Mode.CONTEXT) or (mode == Mode.SPLIT and element_type != ElementType.BF16)
+    assert True in verdicts or never_fits, "no random body was ever accepted: the test does not reach far"
 
 
 def random_body(draw: np.random.Generator, mode: Mode, elements: int) -> bytes:
@@ -101,6 +100,15 @@ def random_body(draw: np.random.Generator, mode: Mode, elements: int) -> bytes:
         body[0] = draw.choice([0, 1, 2])
         body[1 : 1 + (elements + 7) // 8] &= 0x11
     return body.tobytes()
+
+
+def random_split(draw: np.random.Generator, elements: int) -> bytes:
+    """What an encoder wrote, with a byte or two changed, some left out, or none."""
+    exponents = draw.integers(0, int(draw.choice([1, 3, 256])), elements)
+    body = bytearray(split_body((exponents << 7 | draw.integers(0, 128, elements)).tolist()))
+    for _ in range(int(draw.integers(0, 3))):
+        body[int(draw.integers(0, len(body)))] = int(draw.integers(0, 256))
+    return bytes(body[: len(body) if draw.random() < 0.8 else int(draw.integers(0, len(body)))])
 
 
 def test_a_directory_that_promises_too_much_allocates_nothing():

@@ -84,6 +84,16 @@ def test_a_kernel_cache_that_cannot_be_written(monkeypatch, tmp_path):
     assert doctor.compile_cache().is_ok
 
 
+def test_the_weight_codec_is_compiled_and_tried(monkeypatch):
+    finding = doctor.codec()
+    assert finding.is_ok and "exact" in finding.found
+    monkeypatch.setattr("rose.weights.codec.apply", lambda payload, destination: None)
+    assert not doctor.codec().is_ok
+    monkeypatch.setattr("rose.weights.codec.kernels.warm_up", lambda kind, to_encode: 1 / 0)
+    broken = doctor.codec()
+    assert not broken.is_ok and "ZeroDivisionError" in broken.found and "pip install" in broken.remedy
+
+
 def test_the_vllm_environment_is_looked_for(tmp_path):
     assert not doctor.vllm_environment(tmp_path).is_ok
     (tmp_path / "bin").mkdir()

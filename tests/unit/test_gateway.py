@@ -153,7 +153,9 @@ def test_a_trajectory_stays_where_its_prefix_is(folder: ModelFolder) -> None:
 
         await asyncio.gather(*(play(f"s{n}") for n in range(8)))
         ended = [member.turns_ended for member in found.gateway.pool]
-        assert sum(ended) == 40 and all(count % 5 == 0 for count in ended)
+        assert sum(ended) == 40
+        if not found.gateway.scheduler.counts.stalled:  # on a machine that stops for half a second turns do move
+            assert all(count % 5 == 0 for count in ended)
         assert all(engine.facts.generated_tokens for engine in engines)
 
     tell(folder, story, router="sticky")
@@ -165,7 +167,11 @@ def test_new_weights_reach_all_members_and_late_comers(folder: ModelFolder) -> N
         turn = asyncio.create_task(found.turn(PROMPT, "s", max_tokens=100))
         await eventually(lambda: found.gateway.scheduler.counts.tokens > 5)
         body = {"version": "v1", "folder": str(folder.path), "wait_s": 20}
-        assert await found.ask("POST", "/v1/versions", body) == (200, {"version": "v1", "ready": ["a"], "behind": {}})
+        status, told = await found.ask("POST", "/v1/versions", body)
+        assert (status, told["version"], told["ready"], told["behind"]) == (200, "v1", ["a"], {})
+        assert set(told["sync_s"]) == set(told["pause_s"]) == {"a"} and told["sync_s"]["a"] >= told["pause_s"]["a"] > 0
+        _, pool = await found.ask("GET", "/v1/pool")
+        assert pool["members"][0]["sync_s"] == told["sync_s"]["a"] and "stage" in pool["members"][0]["seconds"]
         spans = (await turn)["weight_versions"]
         assert [span["version"] for span in spans] == ["v0", "v1"] and spans[1]["end"] == 100
         await found.worker("b")

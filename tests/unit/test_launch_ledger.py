@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.launch.ledger import Ledger
+from rose.launch.ledger import Balance, Ledger
 
 
 def test_each_comes_back_once():
@@ -27,6 +27,16 @@ def test_what_never_comes_is_lost_at_the_end_of_its_step():
     ledger.begin("b")
     assert ledger.close_step(still_open=["b"]).lost == 1
     assert ledger.returned("b") and ledger.close_step().lost == 1
+
+
+def test_a_resumed_run_goes_on_from_its_balance_and_may_begin_the_same_again():
+    before = Balance(begun=10, returned=6, written_off=1, open=2, lost=1, doubled=1)
+    ledger = Ledger(before)
+    ledger.begin("a")
+    assert ledger.returned("a")
+    found = ledger.close_step()
+    assert (found.begun, found.returned, found.written_off, found.lost, found.doubled) == (9, 7, 1, 1, 1)
+    assert found.begun == found.returned + found.written_off + found.open + found.lost
 
 
 @given(st.lists(st.tuples(st.sampled_from(["return", "write off", "close"]), st.integers(0, 9)), max_size=60))

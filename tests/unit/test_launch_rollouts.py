@@ -3,85 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.unit.fake_gateway import FakeGateway
 
 from rose.core.groups import Draw, MemberEnded, StepGroups
-from rose.core.trajectory import NO_VERSION, Trajectory
+from rose.core.trajectory import Trajectory
 from rose.envs.frozenlake import FrozenLake, LakeSettings
-from rose.envs.play import Answer, TurnSampling, VersionSpan
 from rose.envs.registry import ENVIRONMENTS, Entry
 from rose.launch.rollouts import Rollouts
 from rose.launch.settings import GroupSettings, RunSettings, load_run_settings
 from rose.models.folder import ModelFolder, load_model_folder
 from rose.models.presets import write_preset
-from rose.rollout.trainer_routes import BeginBody, FinishBody
-from rose.rollout.trajectories import Batch, FinishedGroup
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return load_model_folder(write_preset("frozenlake-1m", tmp_path_factory.mktemp("model") / "m"))
-
-
-class FakeGateway:
-    """Plays by the dice of the sampling's seed, keeps trajectories as the gateway does, and hands out groups."""
-
-    def __init__(self, model: ModelFolder) -> None:
-        self._tokenizer = model.tokenizer
-        self._turns: dict[str, Trajectory] = {}
-        self._groups: dict[str, list[str]] = {}
-        self._sizes: dict[str, int] = {}
-        self._finished: dict[str, FinishBody] = {}
-        self._handed_out: list[str] = []
-        self.tamper = lambda trajectories: trajectories
-
-    async def begin(self, body: BeginBody) -> None:
-        assert body.id is not None
-        if body.group is not None and body.id not in self._groups.setdefault(body.group, []):
-            self._groups[body.group].append(body.id)
-            self._sizes[body.group] = body.group_size
-
-    def trajectory(self, name: str) -> Any:
-        async def generate(token_ids: Sequence[int], sampling: TurnSampling) -> Answer:
-            await asyncio.sleep(0)
-            word = random.Random(f"{sampling.seed}/{len(token_ids)}").choice(("Right", "Down"))
-            end = self._tokenizer.encode("<|im_end|>", add_special_tokens=False)
-            ids = [*self._tokenizer.encode(f"<answer>{word}</answer>", add_special_tokens=False), *end]
-            answer = Answer(tuple(ids), (-0.5,) * len(ids), (VersionSpan("1", 0, len(ids)),), "stop")
-            self._keep(name, token_ids, answer)
-            return answer
-
-        return generate
-
-    async def finish(self, name: str, body: FinishBody) -> None:
-        assert name not in self._finished
-        self._finished[name] = body
-
-    async def next_batch(self, groups: int, after: int) -> Batch:
-        complete = [name for name in self._groups if name not in self._handed_out and self._is_complete(name)]
-        assert len(complete) >= groups, "the run would wait for ever"
-        self._handed_out += complete[:groups]
-        return Batch(after + 1, tuple(self._group(name) for name in complete[:groups]))
-
-    def _is_complete(self, group: str) -> bool:
-        members = self._groups[group]
-        return len(members) == self._sizes[group] and all(member in self._finished for member in members)
-
-    def _group(self, name: str) -> FinishedGroup:
-        whole = [member for member in self._groups[name] if not self._finished[member].is_lost]
-        found = [replace(self._turns[member], reward=self._finished[member].reward) for member in whole]
-        return FinishedGroup(name, "", tuple(self.tamper(found)), len(self._groups[name]) - len(whole))
-
-    def _keep(self, name: str, prompt: Sequence[int], answer: Answer) -> None:
-        ids = (*prompt, *answer.token_ids)
-        versions = (NO_VERSION,) * len(prompt) + ("1",) * len(answer.token_ids)
-        self._turns[name] = Trajectory(name, "", ids, (False,) * len(ids), (0.0,) * len(ids), versions, 0.0)
 
 
 def rollouts_on(gateway: FakeGateway, model: ModelFolder, settings: RunSettings) -> tuple[Rollouts, list[Any]]:

@@ -12,7 +12,7 @@ from rose.config.gateway import GatewaySettings
 from rose.coserve.mailbox import Mailbox
 from rose.engines.base import Sampling, TokenEvent
 from rose.errors import ConfigError, Unavailable
-from rose.rollout import trajectories
+from rose.rollout import trajectories, turn_log
 from rose.rollout.books import Books
 from rose.rollout.ledger import Ledger, NoLedger
 from rose.rollout.ledger_file import LedgerFile
@@ -110,6 +110,55 @@ def test_a_turn_under_way_goes_on_in_the_next_life_from_what_was_received(path: 
     assert len(life.turns) == 1, "the repeated request found its turn"
 
 
+def test_a_turn_that_runs_for_long_is_kept_whole_and_the_log_stays_short(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_log, "ROWS_KEPT", 4)
+    life = Life(path)
+    life.ask("long", 1, 2)
+    long = life.turns[-1].ticket
+    said: list[int] = []
+    for number in range(40):
+        version, said = str(number // 20), [*said, number]
+        piece = Piece(long, (number,), (-0.1 * number,), version, None, None, (((number, -0.5),),))
+        life.books.pool.restore([NewVersion(version, "folder")])
+        life.books.heard(life.member, Tokens((piece,)), 0.0)
+        life.books.settle()
+    assert 0 < rows(path, "log") <= 8
+    life.killed()
+    life = Life(path)
+    assert rows(path, "log") <= 8
+    for _ in range(2):  # also if it dies again before it has said anything
+        [turn] = [turn for turn in life.turns if turn.request.prompt_ids == (1, 2)]
+        assert list(turn.request.partial.token_ids) == said
+        assert turn.request.partial.logprobs == tuple(-0.1 * number for number in range(40))
+        assert [(span.version, span.start, span.end) for span in turn.request.partial.spans] == [
+            ("0", 0, 20),
+            ("1", 20, 40),
+        ]
+        life.books.settle()
+        assert rows(path, "log") == 1, "what earlier lives noted is not needed any more"
+        life.killed()
+        life = Life(path)
+
+
+def test_turns_that_run_beside_each_other_come_back_in_their_order(path: Path) -> None:
+    life = Life(path)
+    life.ask("s", 1, 2)
+    first = life.turns[-1].ticket
+    life.ask("s", 1, 3)
+    life.says(6, end="stop")
+    life.books.heard(life.member, Tokens((Piece(first, (5,), (-0.5,), "0", None),)), 0.0)
+    life.books.settle()
+    life.killed()
+    life = Life(path)
+    session = life.books.trajectories.get("s")
+    assert session is not None and [turn.ordinal for turn in session.turns] == [0, 1]
+    assert [turn.finish_reason for turn in session.turns] == [None, "stop"]
+    assert [turn.request.partial.token_ids for turn in life.turns] == [(5,)]
+    assert session.turn_of((1, 4), SAMPLING, None)[0].ordinal == 2
+
+
 def test_an_answer_that_was_lost_on_the_way_is_given_again_by_the_next_life(path: Path) -> None:
     life = Life(path)
     life.ask("s", 1, 2)
@@ -166,7 +215,7 @@ def test_a_batch_stays_the_same_until_it_is_taken_and_then_its_rows_go(path: Pat
     assert following is not None and following.batch == 2 and following.groups[0].trajectories[0].trajectory_id == "b2"
     assert life.books.batch(1, 2) is None
     life.books.settle()
-    assert rows(path, "turns") == rows(path, "pieces") == rows(path, "groups") == 0
+    assert rows(path, "turns") == rows(path, "groups") == 0
     life.killed()
     life = Life(path)
     assert life.books.finish("a1", Finish(1.0, True), 0.0).turn_count == 2, "how it ended is remembered"

@@ -266,6 +266,51 @@ def test_the_owner_has_rollouts_out_at_once_and_back(
     device.memory.pages.check()
 
 
+def test_without_work_the_model_is_parked_and_the_owner_goes_before(device: Device) -> None:
+    rollout = device.rollout
+    rollout.send(*map(messages.Add, long_requests("r", 2, 100, 200)))
+    rollout.until(lambda: len(rollout.said) == 2)
+    assert wish(device, False).state == "parked"
+    rollout.until(lambda: len(rollout.finished) == 2)
+    assert set(rollout.finished.values()) == {"abort"} and ask(device, "status").rollout_pages == 0
+    rollout.send(messages.Add(requests_of("late")[0]))
+    rollout.until(lambda: "late0" in rollout.refused)
+    assert "no work" in rollout.refused["late0"]
+    ask(device, "drain")
+    assert wish(device, True).state == "drained", "the owner holds it back, whatever is wanted"
+    assert ask(device, "resume").state == "lending"
+    ask(device, "pause")
+    assert wish(device, False).state == "paused"
+    assert ask(device, "resume").state == "parked", "lent again, and there is no work"
+    back = wish(device, True)
+    assert (back.state, back.model) == ("lending", "resident") and back.slack_s is not None and not back.is_resting
+    rollout.send(messages.Add(requests_of("again")[0]))
+    rollout.until(lambda: "again0" in rollout.finished)
+    device.memory.pages.check()
+
+
+def test_the_rollouts_front_is_told_what_the_owner_did(device: Device) -> None:
+    for action, state in (("pause", "paused"), ("drain", "drained"), ("resume", "lending")):
+        ask(device, action)
+        device.rollout.until(lambda: _last_lending(device.rollout) == state)  # noqa: B023
+    assert all(reply.tag == 0 for reply in device.rollout.replies), "nobody asked"
+
+
+def _last_lending(end: End) -> str | None:
+    told = [reply.lending for reply in end.replies if reply.lending is not None]
+    return told[-1].state if told else None
+
+
+def wish(device: Device, is_wanted: bool) -> messages.LendingStatus:
+    """The gateway's, by way of the rollouts' front."""
+    device.rollout.send(messages.Want(is_wanted, tag=11))
+    before = len([reply for reply in device.rollout.replies if reply.tag == 11])
+    device.rollout.until(lambda: len([reply for reply in device.rollout.replies if reply.tag == 11]) > before)
+    reply = [reply for reply in device.rollout.replies if reply.tag == 11][-1]
+    assert reply.fault is None and reply.lending is not None
+    return reply.lending
+
+
 def test_the_owner_limits_memory_and_time(device: Device) -> None:
     status = ask(device, "limits", memory_share=0.25, compute_share=0.0)
     assert status.rollout_pages_max <= PAGES // 4 and status.compute_share == 0.0

@@ -139,7 +139,23 @@ def test_a_sequence_that_trainer_and_engine_see_too_differently_is_left_out():
     assert (found.left_out, found.truncated) == (3, 2)
     found.value.backward()
     assert given.new.grad.tolist() == pytest.approx([0.0, 0.0, -0.5, -1.5, 0.0])
-    assert compute_loss(given, LossSettings(sequence_importance_min=0.5)).left_out == 0, "0 keeps all"
+    kept = compute_loss(given, LossSettings(sequence_importance_min=0.5, sequence_importance_max=0.0))
+    assert kept.left_out == 0, "0 keeps all"
+
+
+def test_stale_tokens_are_corrected_twice_over():
+    """Three sequences drawn by older weights, as the default settings see them.
+
+    Sequence 0, old / rollout 3 and 1/2: the mean is sqrt(1.5) = 1.22, and it stays; its first token counts 2, not 3.
+    Sequence 1, 1/4 and 1/2: the mean is sqrt(1/8) = 0.35, and it is left out. Sequence 2, 1 and 1: nothing to correct.
+    """
+    importance = [3.0, 0.5, 0.25, 0.5, 1.0, 1.0]
+    given = tokens([1.0] * 6, [1.0] * 6, importance, weights=[1.0] * 6, sequences=[0, 0, 1, 1, 2, 2])
+    found = compute_loss(given, LossSettings())
+    assert found.value.item() == pytest.approx(-(2.0 + 0.5 + 1.0 + 1.0))
+    assert (found.truncated, found.left_out, found.clipped) == (1, 2, 0), "staleness alone clips nothing"
+    found.value.backward()
+    assert given.new.grad.tolist() == pytest.approx([-2.0, -0.5, 0.0, 0.0, -1.0, -1.0])
 
 
 def test_divergence_from_the_reference_by_hand():
@@ -176,6 +192,7 @@ def test_limits_of_length():
     [
         (["overlong_buffer_tokens=5"], "overlong_tokens"),
         (["loss.sequence_importance_min=0.9", "loss.sequence_importance_max=0.5"], "every sequence"),
+        (["loss.sequence_importance_max=0.5"], "every sequence"),
     ],
 )
 def test_settings_that_do_not_go_together(overrides, word):

@@ -13,10 +13,9 @@ import pytest
 from aiohttp import web
 from tests.unit.rollout_world import World, eventually, world
 
-from rose.config.gateway import GatewaySettings
+from rose.front.connections import Doorkeeper
 from rose.models.folder import ModelFolder, load_model_folder
 from rose.models.presets import write_preset
-from rose.rollout.service import PatientDoorkeeper
 
 PROMPT = [1, 2, 3]
 
@@ -125,13 +124,12 @@ def test_a_finished_trajectory_takes_no_turns_even_after_it_was_handed_out(folde
 @pytest.mark.parametrize("words", [b"", b"POST /v1/trajectories HTTP/1.1\r\nHost: x\r\nX-Slow: "])
 def test_who_never_says_what_it_wants_is_cut_off(words: bytes) -> None:
     async def story() -> None:
-        settings = GatewaySettings(read_timeout_s=0.2)
         runner = web.AppRunner(web.Application(), access_log=None)
         await runner.setup()
         assert runner.server is not None
         listener = socket.create_server(("127.0.0.1", 0))
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: PatientDoorkeeper(runner.server, settings), sock=listener)
+        server = await loop.create_server(lambda: Doorkeeper(runner.server, 8, patience_s=0.2), sock=listener)
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(words)
         said = b""

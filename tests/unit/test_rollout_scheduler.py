@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rose.core.router import Router
 from rose.coserve.messages import Fault
 from rose.engines.base import Request, Sampling, Span, TokenEvent
 from rose.errors import ContextTooLong, QueueFull, RequestRefused, RoseError, Unavailable
@@ -154,6 +155,54 @@ def test_an_evicted_turn_keeps_its_place_before_those_that_came_later() -> None:
     world.says(member, piece(turn.ticket, 7, end="abort"))
     assert [sent.request.partial.token_ids for sent in world.turns("a")] == [(), (7,)]
     assert world.scheduler.waiting == 1
+
+
+def test_a_full_pool_is_not_looked_at_again_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    choose = Router.choose
+    monkeypatch.setattr(Router, "choose", lambda *asked: looks.append(asked[-1]) or choose(*asked))
+    world = World(waiting_max=100)
+    member = world.join("a", seats=2)
+    for number in range(20):
+        world.submit(f"t{number}")
+    assert len(looks) <= 4 and world.scheduler.waiting == 18
+    world.scheduler.cancel(["t0"], 0.0)
+    world.submit("u")
+    assert [turn.request.request_id for turn in world.turns("a")] == ["turn-1", "turn-2", "turn-3"]
+    world.says(member, piece(world.turns("a")[1].ticket, 7, end="stop"))
+    assert len(world.turns("a")) == 4 and world.scheduler.waiting == 17
+
+
+def test_an_urgent_turn_is_tried_though_the_others_find_no_room() -> None:
+    world = World()
+    world.join("a", kv_tokens=30)
+    world.submit("first")
+    for name in ("long", "longer"):
+        request = Request(name, tuple(range(50)), Sampling(max_tokens=8))
+        world.scheduler.submit(request, Reader(), 0.0)
+    assert world.scheduler.waiting == 2
+    world.scheduler.submit(Request("urgent", (1,), Sampling(max_tokens=2), priority=-1), Reader(), 0.0)
+    assert world.turns("a")[-1].request.prompt_ids == (1,)
+
+
+def test_the_clock_is_wanted_by_turns_that_are_paced_and_not_by_those_that_find_no_room() -> None:
+    world = World(waiting_max=100)
+    members = {name: world.join(name, seats=20, kv_tokens=100_000) for name in "ab"}
+    for number in range(40):
+        world.submit(f"t{number}", affinity=f"t{number}")
+    lost = members["a"]
+    for turn in world.turns("a"):
+        world.says(lost, piece(turn.ticket, 7))
+    assert world.pool.remove(lost)
+    world.scheduler.lost(lost, 0.0)
+    assert world.scheduler.waiting == 20 and world.scheduler.next_s() is None, "the others are full"
+    world.join("c", seats=20, kv_tokens=100_000)
+    assert 0 < world.scheduler.waiting < 20
+    wanted_s = world.scheduler.next_s()
+    assert wanted_s is not None and wanted_s > 0.0
+    before = world.scheduler.waiting
+    world.scheduler.place(wanted_s + 0.01)
+    assert world.scheduler.waiting < before
 
 
 def test_the_queue_is_bounded_and_waiting_ends() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -207,6 +208,34 @@ def test_the_word_of_a_worker_that_left_counts_no_more() -> None:
     assert chosen(router) == "a"
     router.placed("2", TURN, "a", NOW_S)
     assert chosen(router, TurnView("u", None, 10, 10)) is None
+
+
+def test_one_refusal_stands_for_all_who_need_as_much_until_something_happens() -> None:
+    small = replace(A, kv_tokens=10_000)
+    router = made("cost", small, turns={"a": 1})
+    for number in range(8):
+        play(router, f"here {number}", "a", 1100)
+    refused = router.choose(TurnView("t", None, 1000, 100), NOW_S)
+    assert isinstance(refused, Wait) and "promised" in refused.reason and not refused.is_for_all
+    for turn, is_promised in (
+        (TurnView("u", None, 2000, 100), True),
+        (TurnView("", None, 1000, 100), False),  # alone: promises are for trajectories
+        (TurnView("here 3", None, 1200, 100), False),
+        (TurnView("v", None, 20_000, 100), False),  # has no room anywhere
+        (TurnView("w", None, 500, 100), True),
+    ):
+        again = router.choose(turn, NOW_S)
+        assert (again == refused) is is_promised
+        assert again == made_like(router).choose(turn, NOW_S), "as if nothing had been asked before"
+    router.finished("here 0", None, 1, 10)
+    assert chosen(router, TurnView("t", None, 200, 100)) == "a"
+
+
+def made_like(router: Router) -> Router:
+    """The same router, that has not been asked anything."""
+    found = copy.deepcopy(router)
+    found._forget_choices()
+    return found
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from rose.errors import ModelError, Unavailable
 from rose.models.presets import write_preset
 from rose.train import checkpoint
 from rose.train.checkpoint import export_model, load_checkpoint, save_checkpoint
+from rose.train.checkpoint_state import read_state
 from rose.train.model import CausalModel, use_threads
+from rose.train.settings import TrainSettings
 from rose.train.step import Trainer
 
 
@@ -44,6 +46,32 @@ def test_a_job_goes_on_as_if_never_stopped(folder, tmp_path):
         trainer.learn([GROUP])
     for name, weight in first.model.weights.items():
         assert torch.equal(weight, second.model.weights[name])
+
+
+def test_a_starved_job_goes_back_as_far_as_if_never_stopped(folder, tmp_path):
+    """To the weights before its last healthy batch, which lie before the checkpoint."""
+    settings = TrainSettings(starved_steps_max=2)
+    first = Trainer(CausalModel.load(folder), settings)
+    for groups in ([GROUP], [GROUP], []):
+        first.learn(groups)
+    save_checkpoint(first, folder, tmp_path / "step-3")
+    second = Trainer(CausalModel.load(folder), settings)
+    load_checkpoint(second, tmp_path / "step-3")
+    assert [trainer.learn([]).verdict for trainer in (first, second)] == ["rolled_back", "rolled_back"]
+    for trainer in (first, second):
+        trainer.learn([GROUP])
+    for name, weight in first.model.weights.items():
+        assert torch.equal(weight, second.model.weights[name])
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer/state.json"])
+def test_every_file_of_a_checkpoint_is_verified(folder, tmp_path, file):
+    out = save_checkpoint(trained(folder, 1), folder, tmp_path / "step-1")
+    read_state(out)
+    data = (out / file).read_bytes()
+    (out / file).write_bytes(data[:-9] + b"7" + data[-8:])
+    with pytest.raises(ModelError):
+        read_state(out)
 
 
 def test_engines_load_a_checkpoint(folder, tmp_path):

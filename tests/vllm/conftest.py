@@ -1,4 +1,8 @@
-"""What these tests need: an interpreter with vLLM, two tiny models, and boards of their own."""
+"""What these tests need: an interpreter with vLLM, two tiny models, and boards of their own.
+
+Starting an engine takes longest of all, so stories share engines. Those that need a new one are told first, those that
+leave a dead one last.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,26 @@ from tests.vllm.engines import PYTHON
 
 from rose.models.presets import write_preset
 
+FIRST = ("test_the_gate_is_closed_at_first",)
+LAST = ("test_closing_ends_those_who_wait", "test_a_dead_engine_is_unavailable")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "tests/vllm/" in str(item.path):
-            item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.timeout(600))
-            if not PYTHON:
-                item.add_marker(pytest.mark.skip("ROSE_VLLM_PYTHON names no interpreter; use `make test-vllm`"))
+    ours = [item for item in items if "tests/vllm/" in str(item.path)]
+    others = [item for item in items if "tests/vllm/" not in str(item.path)]
+    items[:] = others + sorted(ours, key=_turn)
+    for item in ours:
+        item.add_marker(pytest.mark.vllm)
+        item.add_marker(pytest.mark.timeout(900))
+        if not PYTHON:
+            item.add_marker(pytest.mark.skip("ROSE_VLLM_PYTHON names no interpreter; use `make test-vllm`"))
+
+
+def _turn(item: pytest.Item) -> tuple[str, int]:
+    """By file, and in it as written but for those above."""
+    if item.name in LAST:
+        return str(item.path), 2 + LAST.index(item.name)
+    return str(item.path), 0 if item.name in FIRST else 1
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ from rose.engines.vllm.starting import IN_PROCESS, MODULE, RolloutEngine, free_p
 
 PYTHON = os.environ.get("ROSE_VLLM_PYTHON", "")
 CORE = max(os.sched_getaffinity(0))
-SOURCES = str(Path(__file__).parents[2] / "src")
+PROJECT = Path(__file__).parents[2]
+SOURCES = str(PROJECT / "src")
 READY_S = 240.0
 CONTEXT_TOKENS = 1024
 
 
-def environment() -> dict[str, str]:
-    return {"PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+def environment(plugins: Path | None = None) -> dict[str, str]:
+    """With further plugins of vLLM, if a folder is given (forced_async.py)."""
+    paths = [SOURCES] if plugins is None else [SOURCES, str(PROJECT), str(plugins)]
+    return {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def rollout_engine(model: Path, **changes: Any) -> RolloutEngine:
@@ -42,10 +46,22 @@ def rollout_engine(model: Path, **changes: Any) -> RolloutEngine:
     return RolloutEngine(model, f"cpu:{CORE}", **{**plain, **changes})
 
 
+def asynchronous(engine: RolloutEngine, plugins: Path) -> RolloutEngine:
+    flags = ("--scheduler-cls", "rose.engines.vllm.AsyncRolloutScheduler", "--async-scheduling")
+    return replace(engine, extra=flags, environment=environment(plugins))
+
+
 class ServingEngine:
     """A `vllm serve` with the one flag that lending needs, or another one."""
 
-    def __init__(self, model: Path, log: Path, scheduler: str = "ServingScheduler", port: int = 0) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        scheduler: str = "ServingScheduler",
+        port: int = 0,
+        plugins: Path | None = None,
+    ) -> None:
         self.port, self.log = port or free_port(), log
         flags = {
             "--model": str(model),
@@ -67,7 +83,7 @@ class ServingEngine:
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 [PYTHON, "-m", MODULE, *words, "--enforce-eager", "--disable-uvicorn-access-log", "--enable-scale-out"],
-                env={**os.environ, **environment()},
+                env={**os.environ, **environment(plugins)},
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 preexec_fn=_pinned,

@@ -1,6 +1,8 @@
 """Two vLLM servers on one core: rollouts run in what serving leaves, and serving outlives whatever befalls them.
 
-The serving engine serves the second model, so that it can be asked what rollouts must say after a swap to it.
+The rollout engine is kept by an agent's seat, as `rose lend vllm` does it, and gets its weights as any device does,
+from a relay. The serving engine serves the second model, so that it can be asked what rollouts must say after a swap to
+it. The stories follow one another. Both engines are killed on the way, and come back as asynchronous ones.
 """
 
 from __future__ import annotations
@@ -10,54 +12,125 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.vllm.engines import ServingEngine, cpu_s, memory_bytes, rollout_engine
+from aiohttp import ClientSession, web
+from tests.vllm import forced_async
+from tests.vllm.engines import ServingEngine, asynchronous, cpu_s, memory_bytes, rollout_engine
 
+from rose.coserve import messages
+from rose.coserve.owner import PAUSED
 from rose.engines.base import Request, Sampling
-from rose.engines.vllm.desk import Status, Terms
-from rose.engines.vllm.finding import board_of
+from rose.engines.vllm.desk import Status
 from rose.engines.vllm.process import EngineProcess
 from rose.engines.vllm.worker import VllmWorker
-from rose.errors import Unavailable
+from rose.errors import ConfigError, ModelError, RequestRefused, RoseError, Unavailable
+from rose.models.tensors import open_tensors
+from rose.observe.metrics import Metrics
+from rose.rollout.messages import NewVersion, VersionReady
+from rose.rollout.vllm_agent import VllmLending, VllmSeat
+from rose.rollout.vllm_owner import VllmOwner
+from rose.rollout.weights import FOLDER, Intake
+from rose.weights.connecting import SECRET
+from rose.weights.metrics import ReceiveMetrics
+from rose.weights.publish import Publisher
 
-ALL = 1 << 20
+TURN = 300  # tokens of a turn that is still under way when something happens
 WAIT_S = 60.0  # for anything that should take moments
+STORY_S = 240.0
 TTFT_S, TPOT_S = 10.0, 2.0  # that a busy machine keeps too: a circuit breaker would end these stories
 PROMPT = [(7 * number) % 250 for number in range(40)]
+TOKEN = "an-owner's-token"
+
+
+class Trainer:
+    """Publishes the weights of model folders."""
+
+    def __init__(self, folders: list[Path], relay: Path) -> None:
+        self._models = [_weights(folder) for folder in folders]
+        self._live = {name: array.copy() for name, array in self._models[0].items()}
+        self._publisher = Publisher(self._live, str(relay), run="a-run")
+        self._relay, self._step = str(relay), 0
+
+    def publish(self, model: int) -> NewVersion:
+        self._step += 1
+        for name, array in self._live.items():
+            array[...] = self._models[model][name]
+        published = self._publisher.publish(self._step).result()
+        return NewVersion(published.label, relay=self._relay, run="a-run", hash=published.hash)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    tensors = open_tensors(folder)
+    return {name: (tensors.bits16(name).astype(np.uint32) << 16).view(np.float32) for name in tensors.names()}
 
 
 class Pair:
-    """A serving engine and a rollout engine beside it, with an agent's word that is renewed."""
+    """A serving engine, a seat beside it that keeps a rollout engine, and what brings it new weights."""
 
-    def __init__(self, runner: asyncio.Runner, serving: ServingEngine, process: EngineProcess) -> None:
-        self.runner, self.serving, self.process = runner, serving, process
-        self.worker: VllmWorker
-        self.terms: Terms
-        self.numbers = 0
+    def __init__(self, runner: asyncio.Runner, serving: ServingEngine, trainer: Trainer) -> None:
+        self.runner, self.serving, self.trainer = runner, serving, trainer
+        self.seat: VllmSeat
+        self.intake: Intake
+        self.heard: list[VersionReady] = []
+        self.numbers = self.resumes = 0
+
+    async def start(self, model: Path) -> None:
+        await self.serving.ready()
+        self.seat = VllmSeat(VllmLending(rollout_engine(model), self.serving.url, "idle", TTFT_S, TPOT_S))
+        await self.seat.start()
+        self.intake = Intake(self.seat, ReceiveMetrics(Metrics(process_facts=False)))
+        self.intake.tell = self.heard.append
+        self._taking = asyncio.create_task(self.intake.run())
+
+    async def close(self) -> None:
+        if hasattr(self, "seat"):
+            self._taking.cancel()
+            await asyncio.gather(self._taking, return_exceptions=True)
+            await self.seat.close()
 
     def tell(self, story: Callable[[Pair], Coroutine[Any, Any, None]]) -> None:
         self.runner.run(self._tell(story))
 
     async def _tell(self, story: Callable[[Pair], Coroutine[Any, Any, None]]) -> None:
-        async with asyncio.timeout(300):
-            keeper = asyncio.create_task(self._keep())
+        async with asyncio.timeout(STORY_S):
+            resuming = asyncio.create_task(self._resume())
             try:
                 await story(self)
             finally:
-                keeper.cancel()
+                resuming.cancel()
+                self.seat.cancel(list(self.seat._turns))  # what a story that failed has left
 
-    async def _keep(self) -> None:
-        self.find_board()
+    async def _resume(self) -> None:
+        """A circuit breaker that trips on a busy machine is no part of these stories."""
         while True:
-            until_s = time.monotonic() + 3.0
-            self.worker.wish(tokens=ALL, sequences=ALL, until_s=until_s, terms=self.terms, resumes=self.numbers)
+            self.resumes += 1
+            self.seat.wishes["resumes"] = self.resumes
             await asyncio.sleep(0.5)
 
-    def find_board(self) -> None:
-        self.terms = Terms(str(board_of(self.serving.url)), "idle", ttft_s=TTFT_S, tpot_s=TPOT_S)
+    @property
+    def worker(self) -> VllmWorker:
+        assert self.seat._worker is not None
+        return self.seat._worker
+
+    @property
+    def process(self) -> EngineProcess:
+        assert self.seat._process is not None
+        return self.seat._process
+
+    async def take(self, version: NewVersion) -> VersionReady:
+        count = len(self.heard)
+        self.intake.want(version)
+        while len(self.heard) == count:
+            await asyncio.sleep(0.01)
+        return self.heard[-1]
 
     def request(self, max_tokens: int = 24, **sampling: Any) -> Request:
         self.numbers += 1
@@ -65,12 +138,17 @@ class Pair:
         return Request(f"turn-{self.numbers}", tuple(PROMPT), settings)
 
     async def rollout(self, request: Request) -> tuple[list[int], list[float], list[str], str | None]:
-        tokens, logprobs, versions, reason = [], [], [], None
-        async for event in self.worker.generate(request):
-            tokens += event.token_ids
-            logprobs += event.logprobs
-            versions += [event.version] * len(event.token_ids)
-            reason = event.finish_reason
+        """As the agent gets it: through a mailbox."""
+        mailbox, reason = self.seat.submit([request]), None
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[str] = []
+        while reason is None:
+            for event in await mailbox.take():
+                tokens += event.token_ids
+                logprobs += event.logprobs
+                versions += [event.version] * len(event.token_ids)
+                reason = event.finish_reason
         return tokens, logprobs, versions, reason
 
     async def until(self, holds: Callable[[Status], bool]) -> Status:
@@ -80,25 +158,42 @@ class Pair:
             await asyncio.sleep(0.01)
         return status
 
-    async def served(self, stop: asyncio.Event) -> None:
+    async def until_made(self, tokens: int) -> None:
+        await self.until(lambda status: any(made >= tokens for _, made in status.live.values()))
+
+    async def served(self, stop: asyncio.Event, tokens: int) -> None:
         while not stop.is_set():
-            await self.serving.answer(PROMPT, 60)
+            await self.serving.answer(PROMPT, tokens)
+
+    async def teach(self) -> None:
+        """Prompts of all lengths, and enough tokens."""
+        for number in range(12):
+            await asyncio.gather(*(self.serving.answer(PROMPT * (1 + number % 4), 12) for _ in range(2)))
+
+
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plugins")
+    forced_async.install(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def pair(model_folders: list[Path], tmp_path_factory: pytest.TempPathFactory):
-    runner = asyncio.Runner()
-    serving = ServingEngine(model_folders[1], tmp_path_factory.mktemp("serving") / "log")
-    process = EngineProcess(rollout_engine(model_folders[0]))
-    made = Pair(runner, serving, process)
-    try:
-        made.worker = runner.run(process.start())
-        runner.run(serving.ready())
-        yield made
-    finally:
-        runner.run(process.close())
-        serving.close()
-        runner.close()
+    runner, folder = asyncio.Runner(), tmp_path_factory.mktemp("pair")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SECRET, "a secret that both sides know")
+        patch.setenv(FOLDER, str(folder))
+        trainer = Trainer(model_folders, folder / "relay")
+        made = Pair(runner, ServingEngine(model_folders[1], folder / "log"), trainer)
+        try:
+            runner.run(made.start(model_folders[0]))
+            yield made
+        finally:
+            runner.run(made.close())
+            made.serving.close()
+            trainer.close()
+            runner.close()
 
 
 def test_nothing_is_lent_until_serving_is_known(pair: Pair) -> None:
@@ -106,14 +201,22 @@ def test_nothing_is_lent_until_serving_is_known(pair: Pair) -> None:
         turn = asyncio.create_task(pair.rollout(pair.request()))
         status = await pair.until(lambda status: status.waiting == 1 and "learning" in status.why)
         assert (status.steps, status.state, status.gate_open) == (0, "parked", False)
-        for number in range(12):  # prompts of all lengths, and enough tokens
-            await asyncio.gather(*(pair.serving.answer(PROMPT * (1 + number % 4), 12) for _ in range(2)))
+        assert pair.seat.trouble is not None and "learning" in pair.seat.trouble.what
+        await pair.teach()
         tokens, logprobs, _, reason = await turn
         assert (len(tokens), len(logprobs), reason) == (24, 24, "length")
         status = pair.worker.status()
-        assert status.lent.missing == ""
+        assert (status.lent.missing, pair.seat.trouble) == ("", None)
         assert status.lent.steps == status.steps > 0
         assert status.lent.requests == 24
+
+    pair.tell(story)
+
+
+def test_a_device_has_one_agent(pair: Pair) -> None:
+    async def story(pair: Pair) -> None:
+        with pytest.raises(ConfigError, match="another agent"):
+            VllmSeat(pair.seat.lending)
 
     pair.tell(story)
 
@@ -123,7 +226,7 @@ def test_rollouts_stand_still_while_serving_works_and_do_not_spin(pair: Pair) ->
         turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=300)))
         await pair.until(lambda status: status.running == 1)
         stop = asyncio.Event()
-        users = [asyncio.create_task(pair.served(stop)) for _ in range(3)]
+        users = [asyncio.create_task(pair.served(stop, tokens)) for tokens in (90, 140, 220)]  # never done together
         try:
             await pair.until(lambda status: status.state == "parked" and "serving has" in status.why)
             before, cpu_before_s, began_s = pair.worker.status(), cpu_s(pair.process.process_id), time.monotonic()
@@ -145,7 +248,7 @@ def test_a_turn_is_evicted_with_everything_so_far_and_memory_goes_back(pair: Pai
         whole = await pair.rollout(pair.request(max_tokens=200))
         memory = memory_bytes(pair.process.process_id)
         turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=200)))
-        await pair.until(lambda status: any(made >= 5 for _, made in status.live.values()))
+        await pair.until_made(5)
         await pair.worker.want(kv_bytes=0)
         tokens, logprobs, _, reason = await turn
         assert reason == "abort"
@@ -159,69 +262,169 @@ def test_a_turn_is_evicted_with_everything_so_far_and_memory_goes_back(pair: Pai
     pair.tell(story)
 
 
-def test_new_weights_in_the_middle_of_a_turn(pair: Pair, model_folders: list[Path]) -> None:
+def test_the_owner_is_obeyed(pair: Pair) -> None:
     async def story(pair: Pair) -> None:
-        old = pair.worker.status().version
+        seat, runner = pair.seat, web.AppRunner(VllmOwner(pair.seat, TOKEN).application())
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/rose/lending"
+        try:
+            async with ClientSession() as http, http.get(url) as reply:
+                assert reply.status == 401
+            assert (await asked(url, "pause"))["state"] == "paused"
+            assert seat.trouble is not None and seat.trouble.what == PAUSED
+            waiting = asyncio.create_task(pair.rollout(pair.request()))
+            halved = await asked(url, "limits", memory_share=0.5, compute_share=0.5)
+            assert (halved["memory_share"], halved["compute_share"], waiting.done()) == (0.5, 0.5, False)
+            drained = await asked(url, "drain")
+            assert (drained["state"], drained["rollout_pages_max"]) == ("drained", 0)
+            assert await waiting == ([], [], [], "abort")
+            resumed = await asked(url, "resume")
+            assert resumed["state"] == "lending"
+            assert resumed["rollout_pages_max"] == int(str(resumed["pages"])) // 2
+            assert (await asked(url, "limits", memory_share=1.0, compute_share=1.0))["compute_share"] == 1.0
+            assert "error" in await asked(url, "nonsense")
+            with pytest.raises(RequestRefused):
+                await seat.ask(messages.SetGrant(1, 1, 0.0))
+        finally:
+            await runner.cleanup()
+
+    pair.tell(story)
+
+
+async def asked(url: str, action: str, **body: float) -> dict[str, object]:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with ClientSession(headers=headers) as http, http.post(f"{url}/{action}", json=body) as reply:
+        found: dict[str, object] = await reply.json()
+        return found
+
+
+def test_new_weights_from_the_relay_in_the_middle_of_a_turn(pair: Pair) -> None:
+    async def story(pair: Pair) -> None:
+        first = pair.trainer.publish(0)
+        ready = await pair.take(first)
+        assert (ready.fault, ready.hash, pair.seat.facts.version) == (None, first.hash, first.version)
         before = await pair.rollout(pair.request(max_tokens=40))
-        turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=400)))
-        await pair.until(lambda status: any(made >= 5 for _, made in status.live.values()))
-        await pair.worker.stage("next", str(model_folders[1]))
-        await pair.worker.commit("next")
+        turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=900)))
+        await pair.until_made(5)
+        second = pair.trainer.publish(1)
+        ready = await pair.take(second)
+        assert (ready.fault, ready.hash, pair.intake.hash) == (None, second.hash, second.hash)
+        assert {"total", "stage", "commit"} <= ready.seconds.keys()
         tokens, _, versions, reason = await turn
-        swapped_at = versions.index("next")
-        assert (reason, len(tokens), set(versions[:swapped_at])) == ("length", 400, {old})
+        swapped_at = versions.index(second.version)
+        assert (reason, len(tokens), set(versions[:swapped_at])) == ("length", 900, {first.version})
         assert tokens[: min(40, swapped_at)] == before[0][: min(40, swapped_at)]
         hits = pair.worker.status().prefix_hit_tokens
         after = await pair.rollout(pair.request(max_tokens=40))
         assert pair.worker.status().prefix_hit_tokens == hits, "nothing of the old weights is found"
-        wanted, wanted_logprobs = await pair.serving.answer(PROMPT, 40)
-        assert after[0] == wanted != before[0]
-        assert after[1] == pytest.approx(wanted_logprobs, abs=1e-4)
+        await is_as_served(pair, after)
+        assert after[0] != before[0]
+
+    pair.tell(story)
+
+
+async def is_as_served(pair: Pair, rollout: tuple[list[int], list[float], list[str], str | None]) -> None:
+    """By an engine that was started with these weights; its kernels are others, so the last digits differ."""
+    tokens, logprobs = await pair.serving.answer(PROMPT, 40)
+    assert rollout[0] == tokens
+    assert rollout[1] == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_an_update_that_is_refused_leaves_everything_as_it_was(pair: Pair) -> None:
+    async def story(pair: Pair) -> None:
+        worker, version = pair.worker, pair.seat.facts.version
+        worker._staged = "never staged"  # so that only the engine knows
+        with pytest.raises(ModelError, match="is not staged"):
+            await worker.commit("never staged")
+        with pytest.raises(ModelError, match="no weights"):
+            await pair.seat.ask(messages.Stage("nowhere", str(pair.serving.log.parent / "nowhere")))
+        after = await pair.rollout(pair.request(max_tokens=40))
+        assert (set(after[2]), pair.seat.facts.version) == ({version}, version)
+        await is_as_served(pair, after)
 
     pair.tell(story)
 
 
 def test_a_grant_that_nobody_renews_closes_the_gate(pair: Pair) -> None:
-    async def story() -> None:
+    async def story(pair: Pair) -> None:
+        assert pair.seat._keeper is not None
+        pair.seat._keeper.cancel()
         pair.worker.wish(until_s=time.monotonic() + 0.05)
-        turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=900)))
+        turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=TURN)))
         status = await pair.until(lambda status: status.state == "parked" and "grant is over" in status.why)
         assert not status.gate_open
-        turn.cancel()
-        await asyncio.gather(turn, return_exceptions=True)
-        await pair.until(lambda status: status.running + status.waiting == 0)
+        pair.seat._keeper = asyncio.create_task(pair.seat._keep())
+        assert (await turn)[3] == "length"
 
-    pair.runner.run(story())
+    pair.tell(story)
 
 
-def test_a_killed_serving_engine_closes_the_gate(pair: Pair, model_folders: list[Path], tmp_path: Path) -> None:
+def test_a_swap_that_fails_half_way_ends_the_engine_and_it_comes_back_with_whole_weights(
+    pair: Pair, plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story(pair: Pair) -> None:
-        turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=900)))
+        seat, version, plain = pair.seat, pair.seat.facts.version, pair.worker._call
+
+        async def lost(path: str, body: Any) -> dict[str, Any]:
+            if path == "/finish_weight_update":
+                raise Unavailable("the answer was lost")
+            return await plain(path, body)
+
+        turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=TURN)))
+        await pair.until_made(5)
+        monkeypatch.setattr(pair.worker, "_call", lost)
+        seat.lending = replace(seat.lending, engine=asynchronous(seat.lending.engine, plugins))
+        third = pair.trainer.publish(0)
+        ready = await pair.take(third)
+        assert ready.fault is not None and "not known which weights" in ready.fault.what
+        with pytest.raises(RoseError):
+            await turn
+        while seat.restarts == 0:
+            await asyncio.sleep(0.05)
+        assert (seat.facts.version, pair.intake.hash != third.hash) == (version, True)
+        while seat.trouble is not None:  # it learns anew, from what the board still shows and from what follows
+            await pair.teach()
+        await is_as_served(pair, await pair.rollout(pair.request(max_tokens=40)))
+        ready = await pair.take(third)
+        assert (ready.fault, ready.hash, seat.facts.version) == (None, third.hash, third.version)
+
+    pair.tell(story)
+
+
+def test_a_killed_serving_engine_closes_the_gate_until_its_successor_is_known(
+    pair: Pair, plugins: Path, model_folders: list[Path], tmp_path: Path
+) -> None:
+    async def story(pair: Pair) -> None:
+        before = await pair.serving.answer(PROMPT, 40)
+        turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=TURN)))
         await pair.until(lambda status: status.running == 1)
         pair.serving.kill()
         status = await pair.until(lambda status: status.state == "parked")
         assert status.why == "the serving engine is gone"
-        pair.serving = ServingEngine(model_folders[1], tmp_path / "log", port=pair.serving.port)
+        port = pair.serving.port
+        pair.serving = ServingEngine(model_folders[1], tmp_path / "log", "AsyncServingScheduler", port, plugins)
         await pair.serving.ready()
-        pair.find_board()
-        status = await pair.until(lambda status: status.why != "the serving engine is gone")
-        assert "learning" in status.why
-        turn.cancel()
-        await asyncio.gather(turn, return_exceptions=True)
+        status = await pair.until(lambda status: "learning" in status.why)
+        assert (await pair.serving.answer(PROMPT, 40))[0] == before[0]
+        await pair.teach()
+        assert (await turn)[3] == "length"
+        assert pair.worker.status().lent.requests == 25
 
     pair.tell(story)
 
 
 def test_serving_outlives_a_killed_rollout_engine(pair: Pair) -> None:
-    async def story() -> None:
-        turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=900)))
+    async def story(pair: Pair) -> None:
+        turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=TURN)))
         await pair.until(lambda status: status.waiting + status.running == 1)
         answer = asyncio.create_task(pair.serving.answer(PROMPT, 200))
+        worker = pair.worker
         os.killpg(pair.process.process_id, signal.SIGKILL)
         with pytest.raises(Unavailable):
             await turn
         assert len((await answer)[0]) == 200
         with pytest.raises(Unavailable):
-            pair.worker.status()
+            worker.status()
 
-    pair.runner.run(story())
+    pair.tell(story)

@@ -23,12 +23,13 @@ from tests.vllm.engines import rollout_engine
 
 from rose.clock import RealClock
 from rose.engines.vllm.process import EngineProcess
+from rose.engines.vllm.worker import VllmWorker
 
 STORY_S = 120
 
 
 class VllmWorkers:
-    """One engine for the stories that leave it whole, a new one for each of the others."""
+    """One engine for all stories: see conftest.py for their order."""
 
     name = "vllm"
 
@@ -36,42 +37,48 @@ class VllmWorkers:
         self.weights, self.bad_weights = str(other_folder), str(folder / "nowhere")
         self._folder = folder
         self._runner = asyncio.Runner()
-        self._shared: EngineProcess | None = None
-        self._current: EngineProcess | None = None
+        self._engine: EngineProcess | None = None
 
     def tell(self, story: Story) -> None:
-        self._runner.run(self._tell(story))
+        self._runner.run(self._tell(story, is_reset=True))
 
     def tell_once(self, story: Story) -> None:
-        self._runner.run(self._tell_once(story))
+        self._runner.run(self._tell(story, is_reset=self._engine is not None))
 
     async def kill(self, worker: Any) -> None:
-        assert self._current is not None
-        os.killpg(self._current.process_id, signal.SIGKILL)
+        assert self._engine is not None
+        os.killpg(self._engine.process_id, signal.SIGKILL)
 
     def close(self) -> None:
-        if self._shared is not None:
-            self._runner.run(self._shared.close())
+        if self._engine is not None:
+            self._runner.run(self._engine.close())
         self._runner.close()
 
-    async def _tell(self, story: Story) -> None:
-        if self._shared is None:
-            self._shared = await self._start()
-        self._current, worker = self._shared, self._shared.worker
+    async def _tell(self, story: Story, *, is_reset: bool) -> None:
+        engine = self._engine = self._engine or await self._start()
+        try:
+            async with asyncio.timeout(STORY_S):
+                if is_reset:
+                    await self._reset(engine.worker)
+                await story(engine.worker, RealClock())
+        finally:
+            await self._leave(engine)
+
+    async def _reset(self, worker: VllmWorker) -> None:
         await worker.grant(0, 0, 0.0)
         await worker.kv_budget(1 << 30)
         await worker.stage(START_VERSION, str(self._folder))
         await worker.commit(START_VERSION)
-        async with asyncio.timeout(STORY_S):
-            await story(worker, RealClock())
 
-    async def _tell_once(self, story: Story) -> None:
-        self._current = process = await self._start()
-        try:
-            async with asyncio.timeout(STORY_S):
-                await story(process.worker, RealClock())
-        finally:
-            await process.close()
+    async def _leave(self, engine: EngineProcess) -> None:
+        """With a worker that can be used, if the engine lives."""
+        if not engine.is_running:
+            await engine.close()
+            self._engine = None
+        elif engine.worker._is_closed:
+            control = engine.worker._sheet
+            engine.worker = await VllmWorker.attach(engine.url, engine.folder, control, lambda: engine.is_running)
+            engine.worker.is_seeded = False
 
     async def _start(self) -> EngineProcess:
         sizes = {"max_context_tokens": CONTEXT_TOKENS, "max_sequences": 64, "step_tokens": 512}

@@ -83,6 +83,7 @@ def examine() -> Iterator[Finding]:
     yield from (dependency(name, is_essential) for name, is_essential in DEPENDENCIES.items())
     yield compile_cache()
     yield engine()
+    yield codec()
     yield dependency("transformers", False, "make venv (the tests compare with it)")
     yield dependency("alfworld", False, "pip install 'rose-rl[alfworld]' (for that task alone)")
     yield vllm_environment()
@@ -163,6 +164,19 @@ def engine() -> Finding:
     return Finding("engine", tokens > 0, found, INSTALL)
 
 
+def codec() -> Finding:
+    """Code some weights and decode them, in every type: compiled here, no worker has to wait for it."""
+    begun_s = time.monotonic()
+    try:
+        is_right = _send_weights()
+    except Exception as error:  # whatever a broken installation may raise
+        remedy = f"{INSTALL} (into a fresh environment)"
+        return Finding("weight codec", False, f"{type(error).__name__}: {error}", remedy, False)
+    spent = f"ready in {time.monotonic() - begun_s:.1f} s (the first time it compiles)"
+    found = f"deltas are exact; {spent}" if is_right else "a delta did not come out as it went in"
+    return Finding("weight codec", is_right, found, INSTALL, False)
+
+
 def vllm_environment(folder: Path = Path(".venv-vllm")) -> Finding:
     is_there = (folder / "bin" / "python").exists()
     return Finding(
@@ -188,6 +202,22 @@ def _generate(folder: Path) -> int:
     while (plan := engine.plan(Budget(64, 1))) is not None:
         tokens += sum(len(event.token_ids) for event in engine.step(plan))
     return tokens
+
+
+def _send_weights() -> bool:
+    import numpy as np
+
+    from rose.weights import codec
+    from rose.weights.codec.kernels import warm_up
+
+    is_right = True
+    for element_type in (codec.ElementType.BF16, codec.ElementType.FP32):  # the functions for bf16 fit fp16 too
+        warm_up(element_type, to_encode=True)
+        base = np.arange(4096).astype(element_type.storage)
+        new, held = base + (base % 7 == 0).astype(base.dtype), base.copy()
+        codec.apply(codec.encode(base, new, element_type=element_type), held)
+        is_right &= bool(np.array_equal(held, new))
+    return is_right
 
 
 def _mark(finding: Finding) -> str:

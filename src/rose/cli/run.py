@@ -13,7 +13,13 @@ EXAMPLES = """examples:
   rose run --compare --set steps=16              how much the borrowed device is worth
   rose run --profile rollout-heavy --compare     the same where rollouts take most of the time
   rose run job.yaml --set train.learning_rate=0.0001 --name slower
+  rose run --resume runs/slower                  go on with a run that was killed or stopped
+  rose run --resume runs/slower --set steps=40   give a run more steps
 """
+
+FINISHED = """The run in {folder} is finished: all of its {steps} steps are done.
+next: rose runs show {folder}
+  or: rose run --resume {folder} --set steps={more}"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--profile", metavar="NAME", help="a set of defaults: default or rollout-heavy")
     parser.add_argument("--compare", action="store_true", help="alternate steps with and without the borrowed device")
+    parser.add_argument("--asynchronous", action="store_true", help="rollouts never stop; the trainer learns meanwhile")
+    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with the run in this folder")
     parser.add_argument("--name", metavar="NAME", help="name of the run and of its folder in runs/ (date and time)")
 
 
@@ -34,11 +42,23 @@ def run(arguments: argparse.Namespace) -> int:
 
     from rose.cli.main import EXIT_INTERRUPTED
     from rose.config.text import as_override
+    from rose.launch.resuming import is_finished, settings_to_resume
     from rose.launch.settings import load_run_settings
 
-    given = {"profile": arguments.profile, "name": arguments.name, "compare": arguments.compare or None}
-    flags = [as_override(key, value) for key, value in given.items() if value is not None]
-    settings = load_run_settings(arguments.settings, [*arguments.overrides, *flags])
+    given = {
+        "profile": arguments.profile,
+        "name": arguments.name,
+        "compare": arguments.compare or None,
+        "asynchrony.is_used": arguments.asynchronous or None,
+    }
+    overrides = [*arguments.overrides, *(as_override(key, value) for key, value in given.items() if value is not None)]
+    if arguments.resume is None:
+        settings = load_run_settings(arguments.settings, overrides)
+    else:
+        settings = settings_to_resume(arguments.resume, arguments.settings, overrides)
+        if is_finished(arguments.resume, settings.steps):
+            print(FINISHED.format(folder=arguments.resume, steps=settings.steps, more=2 * settings.steps))
+            return 0
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
 
     from rose.front.loops import loop_factory
@@ -48,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     screen = Screen(settings.steps)
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(run_locally(settings, screen))
+            runner.run(run_locally(settings, screen, is_resumed=arguments.resume is not None))
     except Stopped:
         screen.say("stopped; every process of the run has ended")
         return EXIT_INTERRUPTED

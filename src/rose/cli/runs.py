@@ -35,6 +35,7 @@ FIGURES = {
     "weight_sync_s": "seconds until workers run new weights",
     "control_cpu_ms_per_turn": "control plane, ms per turn",
     "restarts": "restarts",
+    "resumes": "resumes",
     "lost": "lost",
     "doubled": "counted twice",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,8 +71,15 @@ def _ls(arguments: argparse.Namespace, relay: Relay, secret: bytes, stock: Inven
     newest = stock.newest
     print(f"\nnewest for a worker that joins: {'none' if newest is None else newest}")
     if newest is not None:
-        print(f"next: rose weights show --relay {arguments.relay} --run {arguments.run}")
+        print(f"next: {_command(arguments, 'show')}")
     return 0
+
+
+def _command(arguments: argparse.Namespace, action: str) -> str:
+    """How to ask the same relay for something else."""
+    words = ["rose", "weights", action, "--relay", arguments.relay, "--run", arguments.run]
+    words += ["--secret-file", str(arguments.secret_file)] if arguments.secret_file is not None else []
+    return shlex.join([*words, "--trusted-network"] if arguments.trusted_network else words)
 
 
 def _row(link: LinkFound, stock: Inventory) -> tuple[str, ...]:

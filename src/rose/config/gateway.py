@@ -28,4 +28,7 @@ class GatewaySettings(FrontSettings):
     ledger: str | None = setting(None, "file that keeps trajectories when the gateway dies; null keeps them in memory")
     router: Literal["cost", "paper", "least", "sticky"] = setting("cost", "how a worker is chosen for a turn")
     max_staleness: int = setting(0, "versions of the weights that a worker may be behind", minimum=0, maximum=1000)
+    borrowed_max: int | None = setting(None, "most serving devices borrowed at once; null borrows all", minimum=0)
+    dedicated_max: int | None = setting(None, "most dedicated workers used at once; null uses all", minimum=0)
+    return_after_s: float = setting(30.0, "a borrowed device that has nothing to do for longer goes back", minimum=0)
     gated_s: float = setting(1.0, "a turn whose worker's gate is shut for longer goes on elsewhere", minimum=0)

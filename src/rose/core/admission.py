@@ -42,6 +42,7 @@ Mode = Literal["idle", "decode", "paper", "alternate", "fcfs"]
 MODES: tuple[Mode, ...] = ("idle", "decode", "paper", "alternate", "fcfs")
 
 SHRINK_TRIES = 4  # each a fifth smaller than the last
+STUCK_S = 5.0  # of an idle device on which no step fits, before its upper estimates are doubted
 START_GRACE_S = 0.0005  # from a decision to its step's start, in a loop that does both
 
 
@@ -124,6 +125,7 @@ class Admission:
         self.prompts = PromptLengths()
         self._latched_until_s = -math.inf
         self._is_rollouts_turn = False
+        self._stuck_since_s: float | None = None  # serving has had no work since, and no step fitted
 
     def decide(self, view: ServingView, rollout: RolloutView, now_s: float) -> Grant:
         if not (self.serving.is_calibrated and self.rollout.is_calibrated):
@@ -141,7 +143,7 @@ class Admission:
         if self.mode in ("alternate", "fcfs"):
             return self._by_turns(view, rollout, full, now_s)
         if view.is_idle:
-            return self._grant(full, self.block_s - self.limits.switch_s, now_s, "serving has no work", is_idle=True)
+            return self._while_idle(full, now_s)
         if self.mode == "idle":
             return _closed(now_s, "serving has work")
         return self._by_decode_slack(view, outlook, full, now_s)
@@ -169,6 +171,17 @@ class Admission:
         queue_s = outlook.next_ttft_s(typical_tokens) - own_s
         if queue_s > self.limits.latch_share * max(0.0, self.budgets.ttft_s - own_s):
             self._latched_until_s = now_s + self.limits.latch_s
+
+    def _while_idle(self, full: _Step, now_s: float) -> Grant:
+        grant = self._grant(full, self.block_s - self.limits.switch_s, now_s, "serving has no work", is_idle=True)
+        if grant.tokens:
+            self._stuck_since_s = None
+        elif self._stuck_since_s is None:
+            self._stuck_since_s = now_s
+        elif now_s - self._stuck_since_s > STUCK_S:
+            self.rollout.relax()
+            self._stuck_since_s = now_s
+        return grant
 
     def _by_decode_slack(self, view: ServingView, outlook: Outlook, full: _Step, now_s: float) -> Grant:
         if view.waiting:

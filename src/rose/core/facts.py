@@ -83,3 +83,11 @@ class LendingAsked:
 
     serving: ServingView
     rollout: RolloutView
+
+
+@dataclass(frozen=True, slots=True)
+class RunResumed:
+    """A job goes on behind this step: whatever was said before of `next_group` and later ones counts no more."""
+
+    step: int
+    next_group: int

@@ -15,8 +15,8 @@ however often it is reported, and each group has exactly one fate: kept, dropped
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Literal
 
@@ -57,7 +57,7 @@ class Drop:
     """Forget the group; nothing of it is trained on."""
 
     group: int
-    reason: Literal["alike", "lost", "surplus"]
+    reason: Literal["alike", "lost", "surplus", "stale"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,19 @@ class MemberEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupAged:
+    """A fact: so many versions lie between the oldest token of a group and the weights that would learn from it."""
+
+    group: int
+    versions: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepGroups:
-    """What became of the groups of one step. drawn = kept + alike + lost + surplus once it is over."""
+    """What became of the groups of one step. drawn = kept + alike + lost + surplus once it is over.
+
+    Where rollouts never stop these are the groups that met their fate since the step before, and some were `stale`.
+    """
 
     drawn: int = 0
     kept: int = 0
@@ -84,17 +95,28 @@ class StepGroups:
     surplus: int = 0
     trajectories: int = 0
     repeated: int = 0  # reports of a member that was counted before
+    stale: int = 0  # older than an asynchronous job may learn from
 
     @property
     def total(self) -> int:
         """Groups that were judged; kept / total is what a starving job shows first."""
-        return self.kept + self.alike + self.lost
+        return self.kept + self.alike + self.lost + self.stale
 
 
-@dataclass(slots=True)
-class _Open:
-    rewards: dict[int, float] = field(default_factory=dict)
-    lost: set[int] = field(default_factory=set)
+class OpenGroup:
+    """The members that have ended so far, of a group under way."""
+
+    __slots__ = ("lost", "rewards")
+
+    def __init__(self) -> None:
+        self.rewards: dict[int, float] = {}
+        self.lost: set[int] = set()
+
+    def has(self, member: int) -> bool:
+        return member in self.rewards or member in self.lost
+
+    def is_complete(self, size: int) -> bool:
+        return len(self.rewards) + len(self.lost) >= size
 
 
 class Groups:
@@ -105,7 +127,7 @@ class Groups:
         assert rules.train_size == 0 or 2 <= rules.train_size <= rules.size
         self.rules = rules
         self.next_group = next_group
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, OpenGroup] = {}
         self._counts = dict.fromkeys(("drawn", "kept", "alike", "lost", "surplus", "trajectories", "repeated"), 0)
 
     def begin_step(self) -> None:
@@ -129,7 +151,7 @@ class Groups:
         draws = []
         for _ in range(min(wanted, self._may_draw())):
             draws.append(Draw(self.next_group, self.rules.size))
-            self._open[self.next_group] = _Open()
+            self._open[self.next_group] = OpenGroup()
             self._counts["drawn"] += 1
             self.next_group += 1
         return draws
@@ -166,34 +188,37 @@ class Groups:
         limit = self.rules.draws_max if self.rules.dynamic_sampling else self.rules.groups
         return max(0, limit - self._counts["drawn"])
 
-    def _new_member(self, group: int, member: int) -> _Open | None:
+    def _new_member(self, group: int, member: int) -> OpenGroup | None:
         """The member's group, or None if it was counted before or its group has met its fate."""
         assert 0 <= member < self.rules.size and 0 <= group < self.next_group, f"no member {member} of group {group}"
         state = self._open.get(group)
-        if state is None or member in state.rewards or member in state.lost:
+        if state is None or state.has(member):
             self._counts["repeated"] += 1
             return None
         return state
 
-    def _judge(self, group: int, state: _Open) -> Keep | Drop | None:
-        if len(state.rewards) + len(state.lost) < self.rules.size:
+    def _judge(self, group: int, state: OpenGroup) -> Keep | Drop | None:
+        if not state.is_complete(self.rules.size):
             return None
         del self._open[group]
         fate = self._fate(group, state)
         self._counts["kept" if isinstance(fate, Keep) else fate.reason] += 1
         return fate
 
-    def _fate(self, group: int, state: _Open) -> Keep | Drop:
-        members = sorted(state.rewards)
-        rewards = [state.rewards[member] for member in members]
-        if not self.missing:
-            return Drop(group, "surplus")
-        if len(members) < 2:
-            return Drop(group, "lost")
-        if self.rules.dynamic_sampling and spread(rewards) < SPREAD_MIN:
-            return Drop(group, "alike")
-        chosen = most_spread(rewards, self.rules.train_size or len(members))
-        return Keep(group, tuple(members[index] for index in chosen))
+    def _fate(self, group: int, state: OpenGroup) -> Keep | Drop:
+        return fate_of(group, state.rewards, self.rules) if self.missing else Drop(group, "surplus")
+
+
+def fate_of(group: int, rewards: Mapping[int, float], rules: GroupRules) -> Keep | Drop:
+    """What becomes of a group that is over, by the rewards of those of its members that were not lost."""
+    members = sorted(rewards)
+    values = [rewards[member] for member in members]
+    if len(members) < 2:
+        return Drop(group, "lost")
+    if rules.dynamic_sampling and spread(values) < SPREAD_MIN:
+        return Drop(group, "alike")
+    chosen = most_spread(values, rules.train_size or len(members))
+    return Keep(group, tuple(members[index] for index in chosen))
 
 
 def spread(rewards: Sequence[float]) -> float:

@@ -14,6 +14,8 @@ process stopped for 50 ms teaches less than a step that was a fifth too long.
 The upper estimate is online conformal prediction. A class counts the errors of its last thousand steps or so, and its
 margin is the error that 1 in 100 of them passed, times a stretch. The stretch rises by a notch after a miss and falls
 by a hundredth of one after a hit, so that in the long run 99 steps in 100 are covered, whatever the errors look like.
+A few stalls early on can make it so wide that nothing may run, and what does not run teaches nothing: `relax`, to be
+called then, believes the worst of the past by half.
 """
 
 from __future__ import annotations
@@ -159,6 +161,14 @@ class _Class:
             self._look()
         return is_miss
 
+    def relax(self) -> None:
+        """What was worse than usual weighs half as much."""
+        first = _bin_of(MARGIN_LOG_START) + 1
+        self.counts[first:] = [count / 2 for count in self.counts[first:]]
+        self.total = sum(self.counts)
+        self.stretch = min(self.stretch, max(1.0, math.sqrt(self.stretch)))
+        self._look()
+
     def _look(self) -> None:
         """How far do errors reach, but for the share that may miss?"""
         if self.weight > 1e9:
@@ -254,6 +264,13 @@ class LatencyModel:
         region.learn(lesson_log)
         rate = min(DRIFT_RATE_MAX, max(DRIFT_RATE_MIN, steady_s / DRIFT_MEMORY_S))
         self.drift_log = min(DRIFT_LOG_MAX, max(-DRIFT_LOG_MAX, self.drift_log + rate * lesson_log))
+        self._drift = math.exp(self.drift_log)
+
+    def relax(self) -> None:
+        """For long nothing was allowed to run, by what `upper` says: it may be wrong, and only steps would tell."""
+        for one in self._classes.values():
+            one.relax()
+        self.drift_log, self._echo_log = self.drift_log / 2, 0.0
         self._drift = math.exp(self.drift_log)
 
     def _region(self, features: StepFeatures) -> _Region:

@@ -85,9 +85,11 @@ class Lengths:
         self._within = 0.0  # sum over groups of squared distances from the group's mean
         self._within_freedom = 0
         self._between = _Moments()
+        self._known: dict[str | None, tuple[float, float]] = {}  # what is expected of a group, until another one ends
 
     def finished(self, group: str | None, tokens: int) -> None:
         value = math.log(max(1, tokens))
+        self._known.clear()
         self._all.add(value)
         if group is None:
             return
@@ -115,8 +117,11 @@ class Lengths:
         """Tokens that a trajectory is still expected to generate; None while too little is known."""
         if self._all.count < FINISHED_MIN:
             return None
-        mean, variance = self._outlook(group)
-        return _mean_beyond(mean, math.sqrt(max(variance, VARIANCE_MIN)), done_tokens) - done_tokens
+        known = self._known.get(group)
+        if known is None:
+            mean, variance = self._outlook(group)
+            known = self._known[group] = (mean, math.sqrt(max(variance, VARIANCE_MIN)))
+        return _mean_beyond(*known, done_tokens) - done_tokens
 
     def _outlook(self, group: str | None) -> tuple[float, float]:
         """Mean and variance of the log-length of one more of this group."""

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from rose.core.lengths import Answers, Lengths
 from rose.core.routers.fleet import Fleet, History
 from rose.core.routers.prefixes import Prefixes
-from rose.core.routers.rules import CostSettings, Outlook, by_cost, by_habit, by_load, by_the_paper
+from rose.core.routers.rules import PROMISED, CostSettings, Outlook, by_cost, by_habit, by_load, by_the_paper
 from rose.core.routers.views import ROUTER_KINDS, Outcome, Place, RouterKind, Stray, TurnView, Wait, WorkerView
 from rose.errors import ConfigError
 
@@ -46,6 +46,7 @@ __all__ = [
 
 GATE_PATIENCE_S = 2.0  # the paper's time for a stalled turn
 USUAL_WEIGHT = 0.05  # of the newest turn in what length is usual
+FULL_FOR_ALL: tuple[RouterKind, ...] = ("cost", "least")  # where nobody has room, the turn need not be looked at
 LATER = 1e12  # in a rank: after all that are not
 
 
@@ -58,6 +59,15 @@ class _Placed:
     urgency: float
     since_s: float
     predicted_s: float  # without the worker's own pace
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """A turn was told that all memory is promised, in this moment, while the roomiest worker had so much room."""
+
+    now_s: float
+    need_tokens: int
+    room_tokens: float
 
 
 @dataclass(slots=True)
@@ -93,11 +103,14 @@ class Router:
         self._lives: dict[str, int] = {}
         self._life = itertools.count(1)
         self._usual_tokens = 0.0
+        self._expected: tuple[TurnView, Outlook] | None = None  # of the last choice, until something happens
+        self._refused: _Refused | None = None  # the last of them, until something happens
 
     # Workers
 
     def put_worker(self, view: WorkerView) -> None:
         """Joined or changed: replaces what was known of that name."""
+        self._forget_choices()
         fleet = self._fleet
         row = fleet.index.get(view.name)
         if row is not None and bool(fleet.is_dedicated[row]) != view.is_dedicated:
@@ -111,6 +124,7 @@ class Router:
 
     def remove_worker(self, name: str) -> None:
         """Gone. Its turns are still to be told as lost, before or after."""
+        self._forget_choices()
         if name in self._fleet.index:
             self._fleet.remove(name)
             self._prefixes.empty(name)
@@ -119,7 +133,16 @@ class Router:
     # Decisions
 
     def choose(self, turn: TurnView, now_s: float) -> Place | Wait:
-        return self._choose(turn, self._outlook(turn), now_s)
+        if self._fleet.is_full and len(self._fleet) and self.kind in FULL_FOR_ALL:
+            return Wait(f"all {len(self._fleet)} workers are full")
+        if self._waits_too(turn, now_s):
+            return PROMISED
+        outlook = self._outlook(turn)
+        self._expected = (turn, outlook)
+        decision = self._choose(turn, outlook, now_s)
+        if decision is PROMISED:
+            self._refused = _Refused(now_s, outlook.need_tokens, self._fleet.largest(now_s, self.gate_patience_s))
+        return decision
 
     def _choose(self, turn: TurnView, outlook: Outlook, now_s: float) -> Place | Wait:
         fleet = self._fleet
@@ -178,7 +201,8 @@ class Router:
     def placed(self, turn_id: str, turn: TurnView, worker: str, now_s: float) -> None:
         """The caller did it."""
         assert turn_id not in self._turns, f"turn `{turn_id}` is placed already"
-        fleet, outlook = self._fleet, self._outlook(turn)
+        fleet, outlook = self._fleet, self._outlook_again(turn)
+        self._forget_choices()
         row = fleet.index[worker]
         predicted_s = self._predict_s(outlook, row, now_s)
         urgency, need_tokens = outlook.urgency, outlook.need_tokens
@@ -195,6 +219,7 @@ class Router:
 
     def ended(self, turn_id: str, outcome: Outcome, generated_tokens: int, now_s: float) -> None:
         """Free its room; `generated_tokens` were produced by this placement."""
+        self._forget_choices()
         placed = self._turns.pop(turn_id)
         turn, worker = placed.turn, placed.worker
         if outcome == "ended":
@@ -213,6 +238,7 @@ class Router:
 
     def finished(self, trajectory: str, group: str | None, turns: int, tokens: int) -> None:
         """A trajectory ended: its prefix is forgotten, its length is learnt from. `tokens` are those it generated."""
+        self._forget_choices()
         self._live.pop(trajectory, None)
         worker = self._prefixes.forget(trajectory)
         if worker is not None and worker in self._fleet.index:
@@ -221,6 +247,30 @@ class Router:
             self.lengths.finished(group, tokens)
 
     # Predicting
+
+    @property
+    def usual_tokens(self) -> float:
+        """What a trajectory with a turn to place will usually still generate; 0 while nothing is known."""
+        return self._usual_tokens
+
+    def _outlook_again(self, turn: TurnView) -> Outlook:
+        """The one it was chosen a place by, if nothing happened since."""
+        expected = self._expected
+        return expected[1] if expected is not None and expected[0] is turn else self._outlook(turn)
+
+    def _waits_too(self, turn: TurnView, now_s: float) -> bool:
+        """Whether it is refused like one that needs no more, was refused in the same moment, and is at home nowhere."""
+        refused = self._refused
+        if refused is None or refused.now_s != now_s or not turn.trajectory:
+            return False
+        need = turn.prompt_tokens + self.answers.high(turn.max_tokens)
+        home, _ = self._home(turn)
+        return refused.need_tokens <= need <= refused.room_tokens and (
+            home < 0 or bool(self._fleet.room_tokens[home] < need)
+        )
+
+    def _forget_choices(self) -> None:
+        self._expected = self._refused = None
 
     def _outlook(self, turn: TurnView) -> Outlook:
         answer = self.answers.mean(turn.max_tokens)

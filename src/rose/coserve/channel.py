@@ -45,6 +45,8 @@ class Channel(asyncio.Protocol):
         self.gone: asyncio.Future[Unavailable] = loop.create_future()
         self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
         self.on_word: Callable[[messages.Breached | messages.Noted], None] = lambda word: None
+        self.lending: messages.LendingStatus | None = None  # the newest, of a device that is lent
+        self.on_lending: Callable[[], None] = lambda: None
         self._on_progress = on_progress
         self._transport: asyncio.Transport
         self._ready: asyncio.Future[None] = loop.create_future()
@@ -145,6 +147,9 @@ class Channel(asyncio.Protocol):
                 self.on_step(event)
             case messages.Reply():
                 self.facts = event.facts
+                if event.lending is not None:
+                    self.lending = event.lending
+                    self.on_lending()
                 question = self._questions.get(event.tag)
                 if question is not None and not question.done():
                     question.set_result(event)
@@ -165,7 +170,7 @@ class Channel(asyncio.Protocol):
 
     def _deliver(self, event: TokenEvent) -> None:
         mailbox = self._mailboxes.get(event.request_id)
-        if mailbox is None:  # cancelled while the step ran
+        if mailbox is None or (mailbox.ends_only and event.finish_reason is None):  # None: cancelled while the step ran
             return
         mailbox.put(event)
         if event.finish_reason is not None:

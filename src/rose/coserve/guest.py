@@ -4,7 +4,8 @@
 *parked*    weights, but no page and no request: nothing of serving's memory is taken. Back at once.
 *absent*    nothing. Back after its weights were read again, by a thread, while serving goes on.
 
-Leaving is quick, between two steps: every request is ended with "abort" and keeps its tokens, every page goes to
+Whom it works for may park it while there is no work, and call it back; what the owner holds back stays so whatever they
+say. Leaving is quick, between two steps: every request is ended with "abort" and keeps its tokens, every page goes to
 serving. An exception on the guest's side makes it leave for good, with the reason kept for the owner. On a CPU the
 host's memory is the device's, so parking frees KV memory only; on a GPU the weights would move to the host.
 """
@@ -25,6 +26,7 @@ from rose.engines.base import Budget, TokenEvent
 from rose.errors import RequestRefused
 
 Place = Literal["resident", "parked", "absent"]
+UNWANTED = "parked: there is no work for it"
 
 
 class GuestEngine(ScheduledEngine, Protocol):
@@ -54,6 +56,8 @@ class Guest:
         self.lender, self.engine, self.memory = lender, engine, memory
         self.port: Port | None = None
         self.place: Place = "resident"
+        self.is_wanted = True  # by those whom it works for
+        self.status: Callable[[], messages.LendingStatus | None] = lambda: None
         self.failure = ""  # why it will not come back
         self.closed = ""  # why it takes no requests
         self.evictions = self.evicted_tokens = 0
@@ -82,9 +86,19 @@ class Guest:
             link.send(messages.Failed(messages.Fault("Unavailable", self.failure)))
             link.close()
             return
-        self.port = Port(self.engine, link, self._budget, now_s=self._now_s, on_swap=self._swapped)
+        self.port = Port(
+            self.engine,
+            link,
+            self._budget,
+            now_s=self._now_s,
+            on_swap=self._swapped,
+            on_want=self.want,
+            lending=lambda: self.status(),
+        )
         self.port.closed = self.closed
         link.send(messages.Ready(self.engine.facts()))
+        self.want(True)  # until somebody says otherwise
+        self.tell()
 
     def detach(self) -> None:
         """The rollout front is gone, and nobody waits for its requests any more. The model stays."""
@@ -96,6 +110,16 @@ class Guest:
             self._end_requests()
 
     # Coming and going
+
+    def want(self, is_wanted: bool) -> None:
+        """Be here, or be parked until there is work. Raises RequestRefused if it will not come back."""
+        self.is_wanted = is_wanted
+        if self.lender.stopped or self.is_coming:
+            self.tell()
+        elif is_wanted and not self.is_here:
+            self.call_back()
+        elif not is_wanted and self.is_here:
+            self.leave("parked", UNWANTED)
 
     def leave(self, place: Literal["parked", "absent"], why: str) -> None:
         """Out now: requests, pages and, if it is to be absent, weights."""
@@ -113,12 +137,16 @@ class Guest:
         if self.place != "absent":
             self.place = place
         self.parking_s = self._now_s() - begin_s
+        self.tell()
 
     def call_back(self) -> None:
-        """Be resident again: at once from parked, after loading from absent."""
+        """Be resident again, if there is work: at once from parked, after loading from absent."""
         if self.failure:
             raise RequestRefused(self.failure, hint="restart the device to lend it again")
         if self.is_coming:
+            return
+        if not self.is_wanted:
+            self._stay_away()
             return
         self._called_s = self._now_s()
         if self.place == "absent":
@@ -137,9 +165,12 @@ class Guest:
         self._loading = None
         if error is not None:
             self.close(f"the rollout model could not be loaded: {error}")
+            self.tell()
             return
         self.engine.swap(staged)
         self._settle_in()
+        if not self.is_wanted and not self.lender.stopped:
+            self.leave("parked", UNWANTED)
 
     def fail(self, error: Exception) -> None:
         """Its own code failed: it leaves for good, with a word to whoever listens."""
@@ -166,6 +197,11 @@ class Guest:
 
     def open(self) -> None:
         self.close("")
+
+    def tell(self) -> None:
+        """Whoever speaks for it, how lending stands."""
+        if self.port is not None:
+            self.port.tell_lending()
 
     def evicted(self, events: Sequence[TokenEvent]) -> None:
         self.evictions += len(events)
@@ -194,6 +230,15 @@ class Guest:
             self._take_memory()
             self.activation_s = self._now_s() - self._called_s
         self.open()
+        self.tell()
+
+    def _stay_away(self) -> None:
+        """The owner would lend it, and there is no work."""
+        if self.is_here:
+            self.leave("parked", UNWANTED)
+        else:
+            self.close(UNWANTED)
+            self.tell()
 
     def _load(self) -> None:
         try:

@@ -25,7 +25,7 @@ from rose.core.dry_run import DryRun
 from rose.core.facts import RolloutView, RunningRequest, ServingView, StepFeatures, WaitingRequest
 from rose.core.memory import LendingStretch
 from rose.core.ration import Ration
-from rose.core.slo import Budgets
+from rose.core.slo import Budgets, decode_slack_s, look_ahead, prefill_slack_s
 from rose.engines.base import Budget, Request, StepEngine, StepPlan, TokenEvent
 from rose.engines.scheduler import BatchScheduler, LiveRequest
 
@@ -203,6 +203,28 @@ class Lender:
         if self.admission.breaker is not None:
             self.admission.breaker.finished(now_s, is_attained=answer.keeps(self.admission.budgets, arrival_s))
         return self.ledger.finished(name, answer.tokens, now_s) or breach
+
+    # How it stands
+
+    def slack_s(self, now_s: float) -> float | None:
+        """What serving can spare of its share of the budgets, a typical request that comes now included."""
+        admission, budgets = self.admission, self.admission.budgets
+        if not admission.serving.is_calibrated:
+            return None
+        view, typical_tokens = self.serving_view(), admission.prompts.typical_tokens
+        outlook = look_ahead(view, admission.serving, admission.limits.serving_step_tokens, typical_tokens)
+        ttft_s, tpot_s = budgets.slack_share * budgets.ttft_s, budgets.slack_share * budgets.tpot_s
+        spare_s = min(
+            prefill_slack_s(view, outlook, ttft_s, now_s),
+            decode_slack_s(view, outlook, tpot_s, now_s),
+            ttft_s - outlook.next_ttft_s(typical_tokens),
+        )
+        return max(0.0, spare_s)
+
+    def is_resting(self, now_s: float) -> bool:
+        """The circuit breaker has stopped lending for a while."""
+        breaker = self.admission.breaker
+        return breaker is not None and breaker.why_stopped(now_s) is not None
 
     # Views
 

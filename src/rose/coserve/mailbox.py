@@ -24,6 +24,7 @@ class Mailbox:
         self._tokens = 0
         self._error: RoseError | None = None
         self.closed = False
+        self.ends_only = False  # the reader sees the tokens elsewhere: only a request's last event is to be put here
         self._waiter: asyncio.Future[None] | None = None
         self._ends_wanted = 0
         self._ends = 0

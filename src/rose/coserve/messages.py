@@ -23,7 +23,7 @@ from rose.errors import ConfigError, ContextTooLong, ModelError, QueueFull, Requ
 LENGTH_BYTES = 4
 FRAME_BYTES_MAX = 64 << 20  # a prompt of a million tokens is 5 MB; anything near this is a broken peer
 
-LendingState = Literal["lending", "paused", "drained", "dry_run", "activating", "failed"]
+LendingState = Literal["lending", "paused", "drained", "parked", "dry_run", "activating", "failed"]
 
 
 class Lend(msgspec.Struct, frozen=True):
@@ -96,11 +96,18 @@ class Control(msgspec.Struct, frozen=True, tag=True):
     tag: int = 0
 
 
+class Want(msgspec.Struct, frozen=True, tag=True):
+    """Whether there is work for the rollout model; comes over the rollouts' socket. The owner's word goes before."""
+
+    is_wanted: bool
+    tag: int = 0
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Start | Add | Cancel | Evict | SetGrant | KvBudget | Stage | Commit | GetFacts | Control | Shutdown
+Command = Start | Add | Cancel | Evict | SetGrant | KvBudget | Stage | Commit | GetFacts | Control | Want | Shutdown
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -179,6 +186,8 @@ class LendingStatus(msgspec.Struct, frozen=True):
     memory_share: float
     compute_share: float
     dry_run: DryRunStatus | None = None
+    slack_s: float | None = None  # what serving can spare just now, of its share of the budgets
+    is_resting: bool = False  # the circuit breaker has stopped lending for a while
 
 
 class Breached(msgspec.Struct, frozen=True, tag=True):

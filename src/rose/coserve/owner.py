@@ -30,6 +30,7 @@ class Owner:
     def __init__(self, lender: Lender, guest: Guest, memory: SharedMemory, now_s: Callable[[], float]) -> None:
         self._lender, self._guest, self._memory, self._now_s = lender, guest, memory, now_s
         self._memory_share = 1.0
+        guest.status = self.status
 
     def obey(self, control: messages.Control) -> None:
         match control.action:
@@ -47,6 +48,8 @@ class Owner:
                 self._lender.dry_run = DryRun(self._lender.admission, self._now_s())
             case "limits":
                 self.limit(control.memory_share, control.compute_share)
+        if control.action != "status":
+            self._guest.tell()
 
     def limit(self, memory_share: float | None, compute_share: float | None) -> None:
         for name, share in (("memory", memory_share), ("compute", compute_share)):
@@ -102,6 +105,8 @@ class Owner:
             memory_share=self._memory_share,
             compute_share=lender.ration.share,
             dry_run=self._dry_run(),
+            slack_s=lender.slack_s(self._now_s()),
+            is_resting=lender.is_resting(self._now_s()),
         )
 
     def _state(self) -> messages.LendingState:
@@ -111,8 +116,10 @@ class Owner:
             return "activating"
         if self._lender.stopped == PAUSED:
             return "paused"
-        if self._lender.stopped or not self._guest.is_here:
+        if self._lender.stopped:
             return "drained"
+        if not self._guest.is_here:
+            return "drained" if self._guest.is_wanted else "parked"
         if self._lender.dry_run is not None:
             return "dry_run"
         return "lending"

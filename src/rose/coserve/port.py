@@ -37,6 +37,7 @@ class Port:
         on_gone: Callable[[str], None] = lambda request_id: None,
         on_swap: Callable[[], None] = lambda: None,
         on_control: Callable[[messages.Control], None] = lambda control: None,
+        on_want: Callable[[bool], None] = lambda is_wanted: None,
         lending: Callable[[], messages.LendingStatus | None] = lambda: None,
     ) -> None:
         self.engine = engine
@@ -48,7 +49,7 @@ class Port:
         self._now_s = now_s
         self._gated = gated
         self._on_add, self._on_gone, self._on_swap = on_add, on_gone, on_swap
-        self._on_control, self._lending = on_control, lending
+        self._on_control, self._on_want, self._lending = on_control, on_want, lending
         self._grant = CLOSED_GATE
         self._unstarted: set[str] = set()
         self._staged: tuple[messages.Stage, Any] | None = None
@@ -95,6 +96,10 @@ class Port:
         if not self._told_facts:
             self._send(())
 
+    def tell_lending(self) -> None:
+        """Something about lending is new, and nobody asked."""
+        self.link.send(messages.Reply(0, self.engine.facts(), self.budget() is not None, lending=self._lending()))
+
     def _send(
         self, events: Sequence[TokenEvent], step_tokens: int = 0, step_s: float = 0.0, started: tuple[str, ...] = ()
     ) -> None:
@@ -126,19 +131,21 @@ class Port:
             case messages.GetFacts():
                 self._reply(command.tag)
             case messages.Control():
-                self._control(command)
+                self._answer(command.tag, lambda: self._on_control(command))
+            case messages.Want():
+                self._answer(command.tag, lambda: self._on_want(command.is_wanted))
             case messages.Shutdown():
                 self.leaving = True
             case messages.Start():
                 raise AssertionError("started twice")
 
-    def _control(self, command: messages.Control) -> None:
+    def _answer(self, tag: int, obey: Callable[[], None]) -> None:
         try:
-            self._on_control(command)
+            obey()
         except RoseError as error:
-            self._reply(command.tag, error)
+            self._reply(tag, error)
             return
-        self._reply(command.tag)
+        self._reply(tag)
 
     def _add(self, command: messages.Add) -> None:
         try:

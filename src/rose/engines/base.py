@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import msgspec
+
 from rose.core.facts import StepFeatures
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -71,13 +73,17 @@ class Request:
     arrival_s: float = 0.0
     partial: Partial = field(default_factory=Partial)
 
+    def named(self, request_id: str, partial: Partial | None = None) -> Request:
+        """The same under another name, going on from there. Several times as quick as `replace`."""
+        went_on = partial if partial is not None else self.partial
+        return Request(request_id, self.prompt_ids, self.sampling, self.tenant, self.priority, self.arrival_s, went_on)
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """What one step added to one request; the last event of a request carries its finish reason.
 
     `cached_tokens` is set on the first event only. A stop token is delivered, as the last one. On "abort" the
-    tokens of all events so far are valid.
+    tokens of all events so far are valid. A struct, since one is made, sent and read per token.
     """
 
     request_id: str

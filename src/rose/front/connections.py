@@ -1,7 +1,8 @@
-"""The edges of a connection: how many there may be, and how one is cut.
+"""The edges of a connection: how many there may be, how long one may say nothing, and how one is cut.
 
-One connection too many is told so and closed, at no cost to the others. A connection that is cut is reset, so that the
-kernel drops what it still held for a client that does not read.
+One connection too many is told so and closed, at no cost to the others. One that has not said what it wants within a
+while must go: it would hold a place for ever. A connection that is cut is reset, so that the kernel drops what it still
+held for a client that does not read.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # linger for zero seconds
 class Doorkeeper(asyncio.Protocol):
     """The first protocol of every connection: hands it to aiohttp, or turns it away."""
 
-    def __init__(self, server: web.Server, most: int) -> None:
-        self._server = server
-        self._most = most
+    def __init__(self, server: web.Server, most: int, patience_s: float) -> None:
+        self._server, self._most, self._patience_s = server, most, patience_s
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         stream = cast(asyncio.Transport, transport)
@@ -35,6 +35,13 @@ class Doorkeeper(asyncio.Protocol):
         handler = self._server()
         stream.set_protocol(handler)
         handler.connection_made(stream)
+        asyncio.get_running_loop().call_later(self._patience_s, _cut_if_silent, stream)
+
+
+def _cut_if_silent(transport: asyncio.Transport) -> None:
+    """Its first request has not come, headers and all; a body that does not come is the reader's affair."""
+    if not transport.is_closing() and getattr(transport.get_protocol(), "_request_count", 1) == 0:
+        cut(transport)
 
 
 def cut(transport: asyncio.Transport) -> None:

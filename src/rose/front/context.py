@@ -57,6 +57,8 @@ class Front:
     async def read(self, request: web.Request) -> bytes:
         """The body, within the limits of size and time."""
         try:
+            if request.content.is_eof():  # it came with the headers, as most do
+                return await request.read()
             async with asyncio.timeout(self.settings.read_timeout_s):
                 return await request.read()
         except TimeoutError as error:

@@ -44,7 +44,9 @@ async def answer_until(
     assert http is not None
     try:
         server = await asyncio.get_running_loop().create_server(
-            lambda: Doorkeeper(http, front.settings.max_connections), sock=listener, backlog=BACKLOG
+            lambda: Doorkeeper(http, front.settings.max_connections, front.settings.read_timeout_s),
+            sock=listener,
+            backlog=BACKLOG,
         )
     except OSError as error:
         raise cannot_listen(front.settings, error) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rose.front.generation import Alternatives, Piece
 from rose.front.replies import (
@@ -22,6 +22,11 @@ LOGPROB_MIN = -9999.0  # JSON has no infinity; OpenAI and vLLM write this for "n
 
 def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LOGPROB_MIN
+
+
+def _all_finite(logprobs: Sequence[float]) -> Sequence[float]:
+    """Nearly always they all are, which one sum shows."""
+    return logprobs if math.isfinite(sum(logprobs)) else [finite(logprob) for logprob in logprobs]
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
@@ -59,15 +64,19 @@ def chat_logprobs(tokenizer: Tokenizer, pieces: Iterable[Piece], top: int) -> Ch
 
 
 def generate_logprobs(pieces: Iterable[Piece], top: int) -> GenerateLogprobs:
-    """`top` 0 or 1 means the sampled token only."""
+    """`top` 0 or 1 means the sampled token only, as trainers ask for every token there is."""
+    if top <= 1:
+        return GenerateLogprobs(
+            [
+                GenerateLogprob(f"token_id:{token_id}", token_id, logprob)
+                for piece in pieces
+                for token_id, logprob in zip(piece.token_ids, _all_finite(piece.logprobs))
+            ]
+        )
     content = []
     for token_id, logprob, alternatives in _tokens(pieces):
-        entry = GenerateLogprob(f"token_id:{token_id}", token_id, finite(logprob))
-        if top > 1:
-            entry.top_logprobs = [
-                GenerateTopLogprob(f"token_id:{other}", other, finite(value)) for other, value in alternatives[:top]
-            ]
-        content.append(entry)
+        best = [GenerateTopLogprob(f"token_id:{other}", other, finite(value)) for other, value in alternatives[:top]]
+        content.append(GenerateLogprob(f"token_id:{token_id}", token_id, finite(logprob), best))
     return GenerateLogprobs(content)
 
 

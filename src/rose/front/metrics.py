@@ -82,7 +82,7 @@ class FrontMetrics:
         for request_id in stepped.started:
             if request_id in self._timings:
                 self._queued.observe(max(0.0, now_s - stepped.step_s - self._timings[request_id].arrival_s))
-        for event in stepped.events:
+        for event in stepped.events if self._timings else ():  # an agent's turns are not timed here
             timing = self._timings.get(event.request_id)
             if timing is None:
                 continue

@@ -30,6 +30,7 @@ from rose.front.listening import Signals, answer_until
 from rose.front.loops import loop_factory
 from rose.front.seat import Seat
 from rose.models.folder import load_model_folder
+from rose.observe.metrics import Metrics
 
 logger = logging.getLogger("rose.front")
 
@@ -109,9 +110,10 @@ async def run(told: RolloutFront, say: Callable[[str], None] = lambda what: None
     seat = Seat(told.address, told.requests_max)
     try:
         await signals.interrupts(seat.start())
-        front = build_front(load_model_folder(Path(told.folder)), told.name, told.settings, seat, token=told.token)
+        folder, figures = load_model_folder(Path(told.folder)), Metrics()
+        front = build_front(folder, told.name, told.settings, seat, metrics=figures, token=told.token)
         seat.on_step = front.metrics.observe
-        async with accompanied(seat, told.companion):
+        async with accompanied(seat, figures, told.companion):
             await answer_until(front, listener, signals, say, on_open=lambda: None)
     finally:
         await seat.close()

@@ -28,6 +28,7 @@ class Seat:
     def __init__(self, address: str, requests_max: int) -> None:
         self.gave_up: asyncio.Future[Unavailable] = asyncio.get_running_loop().create_future()
         self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
+        self.on_lending: Callable[[], None] = lambda: None
         self._address, self._requests_max = address, requests_max
         self._channel: Channel | None = None
         self._tally = Tally()
@@ -48,6 +49,11 @@ class Seat:
     @property
     def facts(self) -> EngineFacts:
         return self._tally.total(self._channel.facts if self._channel is not None else None)
+
+    @property
+    def lending_status(self) -> messages.LendingStatus | None:
+        """How the device is lent, as far as it is known."""
+        return self._channel.lending if self._channel is not None else None
 
     def submit(self, requests: Sequence[Request]) -> Mailbox:
         channel = self._checked()
@@ -92,5 +98,6 @@ class Seat:
             await asyncio.sleep(PAUSE_S)
             return
         channel.on_step = lambda stepped: self.on_step(stepped)
+        channel.on_lending = lambda: self.on_lending()
         self._tally.started(channel.facts)
         self._channel = channel

@@ -87,13 +87,14 @@ async def _serve(
         engine = Supervisor(start_command(model, settings, factory=factory, gated=False), on_progress=say)
         try:
             await signals.interrupts(engine.start())
-            front = build_front(folder, settings.model_name, door, engine, token=token)
+            figures = Metrics()
+            front = build_front(folder, settings.model_name, door, engine, metrics=figures, token=token)
             engine.on_step = front.metrics.observe
             if companion is not None:
                 seats = settings.engine.max_sequences
                 companion = companion.told(model=front.model_name, kind="dedicated", seats=seats)
             with _card(front, None, listener, listener, token):
-                async with accompanied(engine, companion):
+                async with accompanied(engine, figures, companion):
                     await answer_until(front, listener, signals, say, on_open=lambda: _welcome(front, listener, say))
         finally:
             await engine.close()

@@ -40,6 +40,7 @@ class Supervisor:
         self.gave_up: asyncio.Future[Unavailable] = asyncio.get_running_loop().create_future()
         self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
         self.on_word: Callable[[messages.Breached | messages.Noted], None] = lambda word: None
+        self.on_lending: Callable[[], None] = lambda: None
         self._command = command
         self._door = door
         self._on_progress = on_progress
@@ -58,6 +59,11 @@ class Supervisor:
     def trouble(self) -> Unavailable | None:
         """Why requests cannot be taken now."""
         return self._reason if self._channel is None else None
+
+    @property
+    def lending_status(self) -> messages.LendingStatus | None:
+        """How the device is lent, as far as it is known; None if it is not."""
+        return self._channel.lending if self._channel is not None else None
 
     @property
     def process_id(self) -> int | None:
@@ -105,6 +111,7 @@ class Supervisor:
         channel = await DeviceChannel.start(self._command, door=self._door, on_progress=self._on_progress)
         channel.on_step = lambda stepped: self.on_step(stepped)
         channel.on_word = lambda word: self.on_word(word)
+        channel.on_lending = lambda: self.on_lending()
         self._tally.started(channel.facts)
         self._channel = channel
 

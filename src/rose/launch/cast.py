@@ -2,6 +2,7 @@
 
     gateway      the door that environments play through
     borrowed     serves users under traffic, and lends what it does not need to the rollout model
+    lender       the owner's controls and the rollout engine of a borrowed device that is vLLM
     dedicated    runs rollouts and nothing else
     traffic      the users
 
@@ -22,13 +23,14 @@ import msgspec
 from rose.config.device import cores_of
 from rose.config.text import as_override
 from rose.front.tokens import OWNER_VARIABLE, ROLLOUT_VARIABLE
+from rose.launch import vllm_cast
 from rose.launch.placement import CONTROL_NICENESS, SERVING_NICENESS, TRAINER_NICENESS, Placement
 from rose.launch.processes import URL, Command, roses
 from rose.launch.settings import RunSettings
 from rose.launch.traffic import TrafficPlan
 from rose.rollout.roles import VARIABLES
 
-GATEWAY, BORROWED, DEDICATED, TRAFFIC = "gateway", "borrowed", "dedicated", "traffic"
+GATEWAY, BORROWED, LENDER, DEDICATED, TRAFFIC = "gateway", "borrowed", "lender", "dedicated", "traffic"
 WAIT_S = 600.0  # a turn waits for a worker as long as a job does; what never comes is found by the job's own patience
 
 
@@ -44,9 +46,12 @@ def make_tokens() -> Tokens:
     return Tokens(made[VARIABLES["trainer"]], made[OWNER_VARIABLE], made)
 
 
-def gateway(model: Path, placement: Placement, ledger: Path) -> Command:
+def gateway(model: Path, settings: RunSettings, placement: Placement, ledger: Path) -> Command:
+    """Workers that are behind go on, within the bound, if rollouts never stop."""
     arguments = roses("gateway", str(model), "--port", str(free_port()), "--wait-s", f"{WAIT_S:g}")
     arguments += ("--ledger", str(ledger))
+    if settings.asynchrony.is_used:
+        arguments += ("--set", f"max_staleness={settings.asynchrony.max_staleness}")
     patterns = {"url": rf"ready at {URL}"}
     return Command(GATEWAY, arguments, CONTROL_NICENESS, placement.others, patterns, is_kept=True)
 
@@ -59,6 +64,8 @@ def free_port() -> int:
 
 def borrowed(serving: Path, rollout: Path, settings: RunSettings, placement: Placement, gateway_url: str) -> Command:
     """Its fronts keep off the engine's cores by themselves. It serves even when it is not borrowed."""
+    if settings.serving.engine == "vllm":
+        return vllm_cast.serving(BORROWED, serving, settings, placement)
     arguments = ["serve", str(serving), "--port", str(free_port()), "--device", placement.serving]
     arguments += ["--kv-memory-mb", str(settings.serving.kv_memory_mb)]
     arguments += ["--set", f"engine.max_context_tokens={settings.serving.max_context_tokens}"]
@@ -71,8 +78,22 @@ def borrowed(serving: Path, rollout: Path, settings: RunSettings, placement: Pla
     return Command(BORROWED, roses(*arguments), SERVING_NICENESS, (), patterns, is_kept=True)
 
 
+def lender(rollout: Path, settings: RunSettings, placement: Placement, gateway_url: str, url: str) -> Command | None:
+    """Of the device at this address; None where the device lends itself, or is not borrowed."""
+    if settings.serving.engine != "vllm" or not settings.serving.is_borrowed:
+        return None
+    return vllm_cast.lender(LENDER, BORROWED, url, rollout, settings, placement, gateway_url)
+
+
+def owner_role(settings: RunSettings) -> str:
+    """Of the process that has the owner's controls."""
+    return LENDER if settings.serving.engine == "vllm" else BORROWED
+
+
 def dedicated(rollout: Path, settings: RunSettings, placement: Placement, gateway_url: str) -> Command:
     """Confined to its cores, front and all: the other ones are serving's."""
+    if settings.worker.engine == "vllm":
+        return vllm_cast.dedicated(DEDICATED, rollout, settings, placement, gateway_url)
     assert placement.worker is not None
     arguments = ["serve", "--lend", str(rollout), "--rollout-port", "0", "--device", placement.worker]
     arguments += ["--kv-memory-mb", str(settings.worker.kv_memory_mb), "--gateway", gateway_url]

@@ -53,6 +53,7 @@ def summary_of(
         "serving_attainment_alone": attainment(within(served, [step for step in steps if not step["is_borrowed"]])),
         "serving_ttft_p99_ms": _tail([row["ttft_ms"] for row in served]),
         "serving_tpot_p99_ms": _tail([row["tpot_ms"] for row in served]),
+        "resumes": len(of_kind(lines, "resume")),
         "restarts": len([line for line in of_kind(lines, "death") if line["is_restarted"]]),
         "begun": balance.get("begun"),
         "returned": balance.get("returned"),

@@ -11,8 +11,10 @@
       weights.secret    what they are sealed with, unless the environment has it
       checkpoints/      the newest checkpoints
       logs/             what every process said
+      run.lock          held while the run goes on
 
-A name is used once: a run never writes into the folder of another.
+A name is used once: a run never writes into the folder of another. Only `rose run --resume` goes on in a folder that is
+there; what it writes comes behind what was written before.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +30,28 @@ import msgspec
 
 from rose.config.load import write_resolved
 from rose.errors import ConfigError, Unavailable
+from rose.launch.locking import RunLock
 from rose.launch.settings import RunSettings
 from rose.launch.tracking import open_tracker
-from rose.observe.journal import Journal
+from rose.observe.journal import Journal, end_of_last_line
 
 _encoder = msgspec.json.Encoder()
 
 
 class RunFolder:
-    """Open for one run. Not thread-safe."""
+    """Open for one run, and locked meanwhile. Not thread-safe."""
 
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(self, settings: RunSettings, *, is_resumed: bool = False) -> None:
         self.name = settings.name or time.strftime("%Y-%m-%d-%H%M%S")
-        self.path = _made(Path(settings.runs) / self.name)
-        self.weights, self.checkpoints, self.logs = (
-            self.path / part for part in ("weights", "checkpoints", "logs")
+        self.path = Path(settings.runs) / self.name
+        if not is_resumed:
+            _make(self.path)
+        self._lock = RunLock(self.path)
+        self.weights, self.checkpoints, self.logs, self.ledger = (
+            self.path / part for part in ("weights", "checkpoints", "logs", "ledger.sqlite")
         )  # fmt: skip
-        self.weights.mkdir()
-        write_resolved(settings, self.path)
+        self.weights.mkdir(exist_ok=True)
+        write_resolved(in_force(settings, self.name), self.path)
         self.journal = Journal(self.path / "journal.jsonl")
         self._metrics = Lines(self.path / "metrics.jsonl")
         self._serving = Lines(self.path / "serving.jsonl")
@@ -77,8 +84,8 @@ class RunFolder:
 
     def prune(self, parent: Path, keep: int) -> None:
         """Of the folders in `parent`, named by number, only the newest stay."""
-        found = sorted(child for child in parent.iterdir() if child.is_dir() and not child.name.startswith("."))
-        for old in found[:-keep]:
+        found = [child for child in parent.iterdir() if child.is_dir() and not child.name.startswith(".")]
+        for old in sorted(found, key=by_number)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:
@@ -87,14 +94,17 @@ class RunFolder:
         self._serving.close()
         if self._tracker is not None:
             self._tracker.close()
+        self._lock.close()
 
 
 class Lines:
     """A file of JSON lines. A line is written whole or cut off again."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._bytes = path, 0
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._bytes = end_of_last_line(self._file)
+        os.ftruncate(self._file, self._bytes)  # what a power cut left of a line
 
     def append(self, line: bytes) -> None:
         data = line + b"\n"
@@ -113,16 +123,27 @@ class Lines:
             self._file = -1
 
 
-def _made(path: Path) -> Path:
+def by_number(path: Path) -> tuple[int, str]:
+    """For sorting names that differ in a number with leading zeros, which may outgrow them."""
+    return len(path.name), path.name
+
+
+def in_force(settings: RunSettings, name: str) -> RunSettings:
+    """Under the name it has got, and with a model that is found from wherever the run is resumed."""
+    model = settings.rollout_model
+    return replace(settings, name=name, rollout_model=None if model is None else str(Path(model).resolve()))
+
+
+def _make(path: Path) -> None:
     try:
         path.mkdir(parents=True)
     except FileExistsError as error:
-        raise ConfigError(f"there is a run {path} already", hint="give this one another name: --name NAME") from error
+        hint = f"give this one another name: --name NAME; or go on with that one: rose run --resume {path}"
+        raise ConfigError(f"there is a run {path} already", hint=hint) from error
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be made: {error.strerror}", hint="choose another: --set runs=FOLDER"
         ) from error
-    return path
 
 
 def _full(path: Path, error: OSError | None) -> Unavailable:

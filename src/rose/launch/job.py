@@ -20,6 +20,7 @@ from rose.launch.progress import Screen, step_line
 from rose.launch.rollouts import Played, Rollouts
 from rose.launch.serving import ServingLog
 from rose.launch.settings import RunSettings
+from rose.launch.start import Start
 from rose.launch.watching import PoolSample, PoolWatch
 from rose.rollout.client import GatewayClient
 
@@ -44,17 +45,20 @@ class Job:
     serving: ServingLog
     screen: Screen
     costs: Callable[[], dict[str, float]]
+    start: Start = field(default_factory=Start)
     steps_s: list[float] = field(default_factory=list)
 
     async def run(self) -> None:
         """To the last step. Raises what ends a run early."""
-        await self._evaluate(0)
+        begun, last = self.start.step, self.settings.steps
+        if not self.start.is_evaluated and (not begun or _is_due(begun, self.settings.evaluation.every_steps, last)):
+            await self._evaluate(begun)
         await self._keep_costs("begin")
-        for step in range(1, self.settings.steps + 1):
+        for step in range(begun + 1, last + 1):
             await self._step(step)
-            if _is_due(step, self.settings.checkpoint.every_steps, self.settings.steps):
-                await self.learner.write_checkpoint(step)
-            if _is_due(step, self.settings.evaluation.every_steps, self.settings.steps):
+            if _is_due(step, self.settings.checkpoint.every_steps, last):
+                await self.learner.write_checkpoint(step, self.rollouts.state())
+            if _is_due(step, self.settings.evaluation.every_steps, last):
                 await self._keep_costs("pause")
                 await self._evaluate(step)
                 await self._keep_costs("resume")
@@ -62,6 +66,7 @@ class Job:
         await self.compare_weights()
         if self.lending is not None:
             self.folder.record("lending", breaches=await self.lending.breaches())
+        self.folder.record("finished", step=last)
 
     async def _step(self, step: int) -> None:
         is_borrowed = await self._lend(step)
@@ -89,17 +94,16 @@ class Job:
             "step_s": round(ended_s - began_s, 4),
             "version": self.learner.published.label,
             **weights,
-            **_played(played),
-            "turns_by_pool": _difference(before, after),
+            **shown_played(played),
+            "turns_by_pool": turns_between(before, after),
             "cpu_s": spent,
-            **{key: value for key, value in shown(report).items() if key not in ("step", "trajectories")},
-            "trained_trajectories": report.trajectories,
+            **shown(report),
         }
         self._tell(line, played)
 
     def _tell(self, line: dict[str, Any], played: Played) -> None:
         self.folder.record("step", **line)
-        self.folder.record("balance", **asdict(self.rollouts.ledger.balance()))
+        self.folder.record("balance", step=line["step"], **asdict(self.rollouts.ledger.balance()))
         self.steps_s.append(line["step_s"])
         left_s = self._left_s(line["step"])
         self.screen.live.left_s = left_s
@@ -107,13 +111,13 @@ class Job:
         for reason in sorted(set(played.failures))[:3]:
             self.screen.say(f"  {played.failures.count(reason)} episodes were given up: {reason}")
 
-    async def publish(self, published: Published) -> dict[str, Any]:
-        """Until every worker that is there runs it; what it took, for the step's line."""
+    async def publish(self, published: Published, wait_s: float = PUBLISH_S_MAX) -> dict[str, Any]:
+        """Until every worker that is there runs it, if anybody waits; what it took, for the step's line."""
         version, relay = published.label, self.learner.publishing
         told = await self.client.publish(
-            version, relay=relay.address, run=relay.run, hash=published.hash, wait_s=PUBLISH_S_MAX
+            version, relay=relay.address, run=relay.run, hash=published.hash, wait_s=wait_s
         )
-        for name, why in told.behind.items():
+        for name, why in told.behind.items() if wait_s else ():
             self._tell_behind(name, version, why)
         return {
             "weights_hash": published.hash,
@@ -122,6 +126,8 @@ class Job:
             "weights_ratio": round(published.ratio, 3),
             "weights_s": {phase: round(seconds, 5) for phase, seconds in published.seconds.items()},
             "weights_lag": await self._lag(published) if told.behind else 0,
+            "weight_sync_s": round(max(told.sync_s.values()), 5) if told.sync_s else None,
+            "pause_s": round(max(told.pause_s.values()), 5) if told.pause_s else None,
         }
 
     async def _lag(self, published: Published) -> int:
@@ -178,7 +184,7 @@ class Job:
         return (self.settings.steps - step) * usual_s
 
 
-def _played(played: Played) -> dict[str, Any]:
+def shown_played(played: Played) -> dict[str, Any]:
     counts = asdict(played.counts)
     return {
         "trajectories": played.trajectories,
@@ -192,7 +198,7 @@ def _played(played: Played) -> dict[str, Any]:
     }
 
 
-def _difference(before: PoolSample, after: PoolSample) -> dict[str, int]:
+def turns_between(before: PoolSample, after: PoolSample) -> dict[str, int]:
     return {kind: after.turns[kind] - before.turns[kind] for kind in after.turns}
 
 

@@ -16,6 +16,7 @@ from rose.launch.aside import Aside
 from rose.launch.folder import RunFolder
 from rose.launch.publishing import Publishing
 from rose.launch.settings import RunSettings
+from rose.launch.start import Start, start_to_keep
 from rose.models.presets import write_preset
 
 if TYPE_CHECKING:
@@ -27,12 +28,13 @@ CHANGES = ("updated", "rolled_back")
 
 
 class Learner:
-    """One per run. `published` are the weights that were published last; a run begins with version 0."""
+    """One per run. `published` are the weights that were published last; a new run begins with version 0."""
 
-    def __init__(self, aside: Aside, settings: RunSettings, folder: RunFolder) -> None:
+    def __init__(self, aside: Aside, settings: RunSettings, folder: RunFolder, start: Start | None = None) -> None:
         self.publishing = Publishing(settings.weights, folder)
         self.published: Published
         self._aside, self._settings, self._folder = aside, settings, folder
+        self._start = start or Start()
         self._source: Path
         self._trainer: Trainer
 
@@ -49,9 +51,12 @@ class Learner:
         return self._source
 
     async def load(self) -> None:
-        """Load the model, and publish it as it is. Raises ModelError, Unavailable."""
+        """Load the model, put the trainer where the run begins, and publish it as it is.
+
+        Raises ModelError, Unavailable.
+        """
         self._trainer = await self._aside.do(self._loaded)
-        self.published = await self._aside.do(lambda: self.publishing.begin(self._trainer.model.weights))
+        self.published = await self._aside.do(self._begun)
 
     async def learn(self, groups: Sequence[Sequence[Trajectory]], counts: StepGroups) -> StepReport:
         """Raises TrainingStarved."""
@@ -62,8 +67,11 @@ class Learner:
         self.published = await self._aside.do(lambda: self.publishing.publish(self.published.version.version + 1))
         return self.published
 
-    async def write_checkpoint(self, step: int) -> Path:
-        return await self._aside.do(lambda: self._saved(self._folder.checkpoints / f"step-{step:06d}", step))
+    async def write_checkpoint(self, step: int, rollouts: dict[str, Any]) -> Path:
+        """`rollouts` is what they need to go on behind this step (`Rollouts.state`)."""
+        out = self._folder.checkpoints / f"step-{step:06d}"
+        extra = {"environment": self._settings.environment, **start_to_keep(step, self.published, rollouts)}
+        return await self._aside.do(lambda: self._saved(out, extra))
 
     async def close(self) -> None:
         """What is on its way comes to its end."""
@@ -79,12 +87,19 @@ class Learner:
         from rose.train.step import Trainer
 
         use_threads(1)
-        return Trainer(CausalModel.load(self._source), self._settings.train)
+        trainer = Trainer(CausalModel.load(self._source), self._settings.train)
+        if self._start.checkpoint is not None:
+            from rose.train.checkpoint import load_checkpoint
 
-    def _saved(self, out: Path, step: int) -> Path:
+            load_checkpoint(trainer, self._start.checkpoint)
+        return trainer
+
+    def _begun(self) -> Published:
+        return self.publishing.begin(self._trainer.model.weights, self._start.version, self._start.epoch)
+
+    def _saved(self, out: Path, extra: dict[str, Any]) -> Path:
         from rose.train.checkpoint import save_checkpoint
 
-        extra = {"run_step": step, "version": self.published.version.version, "environment": self._settings.environment}
         save_checkpoint(self._trainer, self._source, out, extra)
         self._folder.prune(self._folder.checkpoints, self._settings.checkpoint.keep)
         return out
@@ -97,4 +112,7 @@ def serving_model(preset: str, runs: Path) -> Path:
 
 
 def shown(report: StepReport) -> dict[str, Any]:
-    return asdict(report)
+    """For the step's line, where `trajectories` are those that were played."""
+    found = asdict(report)
+    del found["step"]
+    return found | {"trained_trajectories": found.pop("trajectories")}

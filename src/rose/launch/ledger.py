@@ -8,7 +8,7 @@ step nothing may be missing and nothing may have come twice.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,11 @@ class Balance:
 
 
 class Ledger:
-    """One per run."""
+    """One per run. A run that was resumed goes on from the balance at the step it goes on from."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Balance | None = None) -> None:
+        before = before or Balance()
+        self._before = replace(before, begun=before.begun - before.open, open=0)  # what was open is begun anew
         self._open: set[str] = set()
         self._returned: set[str] = set()
         self._written_off: set[str] = set()
@@ -65,13 +67,14 @@ class Ledger:
         return self.balance()
 
     def balance(self) -> Balance:
+        before = self._before
         return Balance(
-            self._begun,
-            len(self._returned),
-            len(self._written_off),
+            before.begun + self._begun,
+            before.returned + len(self._returned),
+            before.written_off + len(self._written_off),
             len(self._open),
-            self._lost,
-            self._doubled,
-            self._unknown,
-            self._differing,
+            before.lost + self._lost,
+            before.doubled + self._doubled,
+            before.unknown + self._unknown,
+            before.differing + self._differing,
         )

@@ -3,9 +3,9 @@
 For a comparison the device is held back in every other pair of steps. It serves its users all the same, and takes new
 weights as before, so that both kinds of steps differ in nothing but who plays.
 
-A device whose users need all of it stops lending by itself (its circuit breaker) and keeps the turns it has. A step
-would wait for them for a minute and longer. So a device on which nothing ends any more is given a rest: its turns go
-on elsewhere, and it is asked again when the minute is over.
+A device whose users need all of it stops lending by itself (its circuit breaker) and says so; the gateway has its turns
+go on elsewhere. One on which nothing ends any more and that does not say so would hold up a step for a minute and
+longer. It is given a rest: its turns go on elsewhere, and it is asked again when the minute is over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import aiohttp
 
 from rose.errors import Unavailable
 
-SETTLE_S = 5.5  # the gateway leaves a worker that refused a turn alone for up to five seconds
+SETTLE_S = 2.0  # the gateway hears at once that a device is lent again; this is for a device that is slow to say so
 PATIENCE_S = 30.0
 STALL_S = 6.0  # many times what a turn takes
 REST_S = 60.0  # as long as the device's own breaker rests at first

@@ -15,10 +15,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from rose.core.facts import RunResumed
 from rose.coserve.device import USABLE
 from rose.errors import RoseError, Unavailable
 from rose.launch import cast
 from rose.launch.aside import Aside
+from rose.launch.asynchronous import AsynchronousJob
 from rose.launch.folder import RunFolder
 from rose.launch.job import Job, beside
 from rose.launch.learning import Learner, serving_model
@@ -26,10 +28,13 @@ from rose.launch.lending import Lending, Stall
 from rose.launch.placement import CONTROL_NICENESS, TRAINER_NICENESS, Placement, place
 from rose.launch.processes import Died, Processes
 from rose.launch.progress import Screen
+from rose.launch.resuming import start_of
 from rose.launch.rollouts import Rollouts
 from rose.launch.serving import ServingLog
 from rose.launch.settings import RunSettings
+from rose.launch.start import Start
 from rose.launch.summing_up import sum_up
+from rose.launch.vllm_cast import join_s_max
 from rose.launch.watching import PoolSample, PoolWatch, ProcessorTime
 from rose.models.folder import load_model_folder
 from rose.rollout.client import GatewayClient
@@ -43,24 +48,36 @@ class Stopped(Exception):
     """Somebody asked the run to end."""
 
 
-async def run_locally(settings: RunSettings, screen: Screen) -> Path:
+async def run_locally(settings: RunSettings, screen: Screen, *, is_resumed: bool = False) -> Path:
     """The whole run; its folder. Raises what ended it early, after cleaning up."""
     placement = place(settings, sorted(USABLE))
     if settings.rollout_model is not None:
         load_model_folder(settings.rollout_model)
-    folder = RunFolder(settings)
+    folder = RunFolder(settings, is_resumed=is_resumed)
     screen.say(f"run {folder.name}: {settings.steps} steps of {settings.environment}, in {folder.path}")
+    start = _go_on(folder, screen) if is_resumed else Start()
     for words in placement.words:
         screen.say(words)
-    stage = _Stage(settings, placement, folder, screen)
+    stage = _Stage(settings, placement, folder, start, screen)
     stopped = _signalled()
+    work = asyncio.create_task(stage.play())
     try:
-        work = asyncio.create_task(stage.play())
         await beside(work, stage.processes.failed, stopped)
     finally:
         await stage.close()
         _finish(folder, screen)
+        if not work.done() or work.cancelled() or work.exception() is not None:
+            screen.say(f"to go on with it: rose run --resume {folder.path}")
     return folder.path
+
+
+def _go_on(folder: RunFolder, screen: Screen) -> Start:
+    start, words = start_of(folder)
+    for line in words:
+        screen.say(line)
+    folder.record("resume", at_s=time.monotonic(), **start.shown())
+    folder.decided(RunResumed(start.step, start.next_group), [])
+    return start
 
 
 def _finish(folder: RunFolder, screen: Screen) -> None:
@@ -90,11 +107,14 @@ def _signalled() -> asyncio.Future[Stopped]:
 class _Stage:
     """The processes of one run and the job between them."""
 
-    def __init__(self, settings: RunSettings, placement: Placement, folder: RunFolder, screen: Screen) -> None:
+    def __init__(
+        self, settings: RunSettings, placement: Placement, folder: RunFolder, start: Start, screen: Screen
+    ) -> None:
         self._settings, self._placement, self._folder, self._screen = settings, placement, folder, screen
+        self._start = start
         self._tokens = cast.make_tokens()
         self._aside = Aside("trainer", TRAINER_NICENESS, placement.others)
-        self._learner = Learner(self._aside, settings, folder)
+        self._learner = Learner(self._aside, settings, folder, start)
         variables = self._tokens.variables | self._learner.publishing.variables
         self.processes = Processes(folder.logs, variables, self._died)
         self._serving = ServingLog(self._served)
@@ -128,17 +148,19 @@ class _Stage:
         model = load_model_folder(rollout)
         screen.live.phase = "starting devices"
         screen.say(f"starting gateway and devices: serving on {placement.serving}, {_worker_words(placement)} ...")
-        gateway = cast.gateway(rollout, placement, self._folder.path / "ledger.sqlite")
+        gateway = cast.gateway(rollout, settings, placement, self._folder.ledger)
         gateway_url = (await self.processes.start(gateway)).words["url"]
         client = await held.enter_async_context(GatewayClient(gateway_url, self._tokens.trainer, patience_s=PATIENCE_S))
-        serving_url = await self._start_devices(serving, rollout, gateway_url)
-        pool = PoolWatch(client, self._sampled)
+        serving_url, owner_url = await self._start_devices(serving, rollout, gateway_url)
+        pool = PoolWatch(client, self._sampled, self._folder.record)
         rollouts = Rollouts(client, model, settings, self._folder.name, self._folder.decided)
+        rollouts.go_on(self._start.next_group, self._start.balance)
         if settings.serving.is_borrowed:
-            self._lending = Lending(serving_url, self._tokens.owner)
-        job = Job(
+            self._lending = Lending(owner_url, self._tokens.owner)
+        kind = AsynchronousJob if settings.asynchrony.is_used else Job
+        job = kind(
             settings, self._folder, client, self._learner, rollouts, pool, self._lending, self._serving, screen,
-            self._costs,
+            self._costs, self._start,
         )  # fmt: skip
         await self._assemble(job)
         await self.processes.start(cast.traffic(settings, placement, serving_url), self._serving.heard)
@@ -146,19 +168,26 @@ class _Stage:
         self._job = job
         return job
 
-    async def _start_devices(self, serving: Path, rollout: Path, gateway_url: str) -> str:
+    async def _start_devices(self, serving: Path, rollout: Path, gateway_url: str) -> tuple[str, str]:
+        """The serving device's address for its users, and for its owner."""
         settings, placement = self._settings, self._placement
-        starts = [self.processes.start(cast.borrowed(serving, rollout, settings, placement, gateway_url))]
+        starts: list[Coroutine[Any, Any, Any]] = [self._learner.load()]
         if placement.worker is not None:
             starts.append(self.processes.start(cast.dedicated(rollout, settings, placement, gateway_url)))
-        running, *_ = await asyncio.gather(*starts, self._learner.load())
-        assert running is not None
-        return running.words["url"]
+        urls, *_ = await asyncio.gather(self._start_borrowed(serving, rollout, gateway_url), *starts)
+        return urls
+
+    async def _start_borrowed(self, serving: Path, rollout: Path, gateway_url: str) -> tuple[str, str]:
+        settings, placement = self._settings, self._placement
+        device = await self.processes.start(cast.borrowed(serving, rollout, settings, placement, gateway_url))
+        url = device.words["url"]
+        lender = cast.lender(rollout, settings, placement, gateway_url, url)
+        return url, (await self.processes.start(lender)).words["url"] if lender is not None else url
 
     async def _assemble(self, job: Job) -> None:
         """Every worker has joined and runs what the trainer begins with."""
         wanted = int(self._settings.serving.is_borrowed) + int(self._placement.worker is not None)
-        deadline_s = time.monotonic() + JOIN_S_MAX
+        deadline_s = time.monotonic() + join_s_max(self._settings, JOIN_S_MAX)
         while len((await job.client.pool())["members"]) < wanted:
             if time.monotonic() > deadline_s:
                 raise Unavailable(f"not all of {wanted} workers joined the gateway", hint=f"see {self._folder.logs}")
@@ -182,7 +211,7 @@ class _Stage:
         with contextlib.suppress(RoseError):
             self._folder.record("death", at_s=time.monotonic(), role=died.role, code=died.code,
                                 is_restarted=died.is_restarted)  # fmt: skip
-        if died.role == cast.BORROWED and self._lending is not None:
+        if died.role == cast.owner_role(self._settings) and self._lending is not None:
             self._lending.restarted()
 
     def _served(self, line: bytes) -> None:

@@ -19,6 +19,7 @@ from rose.config.load import RESOLVED_NAME
 from rose.errors import ConfigError
 from rose.launch.figures import summary_of
 from rose.launch.summing_up import priced_by, read_lines
+from rose.launch.superseding import counted
 
 SUMMARY, METRICS, SERVING, REPORT = "summary.json", "metrics.jsonl", "serving.jsonl", "report.html"
 NEWEST_KEY = "cost_per_correct"
@@ -87,7 +88,7 @@ def read_run(path: Path) -> PastRun:
     if summary is None:
         state = "broken"
     elif state == "unfinished" and not troubles:
-        troubles.append("it has no summary: it still runs, or was killed")
+        troubles.append(f"it has no summary: it still runs, or was killed (rose run --resume {path} goes on)")
     return PastRun(path.name, path, state, _began_s(path), summary, settings, "; ".join(troubles))
 
 
@@ -130,7 +131,7 @@ def _written_summary(path: Path, troubles: list[str]) -> dict[str, Any] | None:
 def _made_summary(path: Path, troubles: list[str]) -> dict[str, Any] | None:
     """From the lines of the run, as its end would have made it."""
     try:
-        lines, served = _lines(path / METRICS), _lines(path / SERVING)
+        lines, served = counted(_lines(path / METRICS)), _lines(path / SERVING)
         return {"name": path.name, **summary_of(lines, served, *priced_by(path / RESOLVED_NAME))}
     except (ConfigError, OSError, UnicodeDecodeError) as error:
         troubles.append(f"no figures can be made: {_words(error)}")

@@ -4,8 +4,10 @@ The relay is a folder of the run unless the settings name another. The secret is
 for every trainer and worker (`weights.connecting`); without one it is made for this run, given to the workers in their
 environment, and kept in `weights.secret` for `rose weights`.
 
-What the run begins with is version 0, so that every worker runs weights whose hash is known from the first turn on. All
-that computes happens in the trainer's thread and in those that it starts.
+What the run begins with is version 0, so that every worker runs weights whose hash is known from the first turn on. A
+run that is resumed begins with the version of its checkpoint, whole, in a new epoch and under the secret it had: what
+the trainer before it had published is of an earlier epoch, and workers do not look at it. All that computes happens in
+the trainer's thread and in those that it starts.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class Publishing:
             self._relay = reach(self.address, self._secret)
             self._relay.list(self.run)
 
-    def begin(self, weights: Mapping[str, Any]) -> Published:
-        """Publish version 0, and from now on these tensors as they are then."""
+    def begin(self, weights: Mapping[str, Any], version: int = 0, after_epoch: int = 0) -> Published:
+        """Publish them as this version, and from now on these tensors as they are then."""
         from rose.weights.chain import Patience
         from rose.weights.codec.kernels import warm_up
         from rose.weights.publish import Publisher
@@ -62,11 +64,12 @@ class Publishing:
             self._relay,
             run=self.run,
             secret=self._secret,
+            after_epoch=after_epoch,
             anchor_every=self._settings.anchor_every,
             keep_versions=self._settings.keep_versions,
             patience=Patience(limit_s=self._settings.patience_s),
         )
-        return self._publisher.publish(0).result()
+        return self._publisher.publish(version).result()
 
     def publish(self, version: int) -> Published:
         """Until workers can have it. An anchor that is due and the cleaning up go on while they take it."""
@@ -85,8 +88,10 @@ class Publishing:
         if self._settings.relay is not None and "://" in self._settings.relay:
             hint = f"set {SECRET} or {SECRET_FILE} to that of the relay, or of your own making: openssl rand -hex 32"
             raise ConfigError(f"the secret for the relay {self._settings.relay} is not known", hint=hint)
-        made = secrets.token_hex(32)
-        folder.write(SECRET_NAME, made + "\n", mode=0o600)
+        kept = folder.path / SECRET_NAME
+        made = kept.read_text().strip() if kept.exists() else secrets.token_hex(32)
+        if not kept.exists():
+            folder.write(SECRET_NAME, made + "\n", mode=0o600)
         self.variables = {SECRET: made}
         return made.encode()
 

@@ -164,7 +164,7 @@ def _who(lines: Sequence[Line]) -> list[str]:
             if ended > 0:
                 block(kind, before["at_s"], after["at_s"], kind, f"{ended} turns")
     for step in of_kind(lines, "step"):
-        played_s = step["began_s"] + step["rollout_s"]
+        played_s = step.get("train_began_s", step["began_s"] + step["rollout_s"])
         block("trainer", played_s, played_s + step["train_s"], "trainer", f"step {step['step']}")
         learnt_s = played_s + step["train_s"]
         block("weights", learnt_s, learnt_s + step["publish_s"], "publishing", f"version {step['version']}")

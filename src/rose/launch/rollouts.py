@@ -10,8 +10,9 @@ that the run shows.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rose.core.groups import Draw, Drop, Groups, Keep, MemberEnded, StepGroups
 from rose.core.trajectory import Trajectory
@@ -20,11 +21,12 @@ from rose.envs.play import ChatFrame, Episode, Generate, TurnSampling, play_agai
 from rose.envs.registry import find_environment, make_environment
 from rose.envs.trouble import trouble_dice, troubled
 from rose.errors import RequestRefused, Unavailable
-from rose.launch.ledger import Ledger
+from rose.launch.ledger import Balance, Ledger
 from rose.launch.settings import RunSettings
 from rose.models.folder import ModelFolder
 from rose.rollout.client import GatewayClient
 from rose.rollout.trainer_routes import BeginBody, FinishBody
+from rose.rollout.trajectories import FinishedGroup
 from rose.train.local import HELD_OUT_SEEDS, TRAINING_SEEDS
 
 Journalled = Callable[[object, list[object]], None]
@@ -73,6 +75,14 @@ class Rollouts:
         self._batch = 0
         self._evaluations = 0
 
+    def state(self) -> dict[str, Any]:
+        """Between two steps: what `go_on` needs to draw the same groups as if never stopped."""
+        return {"next_group": self.groups.next_group, "balance": asdict(self.ledger.balance())}
+
+    def go_on(self, next_group: int, balance: Balance) -> None:
+        """From there; before the first step."""
+        self.groups.next_group, self.ledger = next_group, Ledger(balance)
+
     async def play_step(self) -> Played:
         """Raises Unavailable, RequestRefused when the gateway cannot be played through."""
         self.groups.begin_step()
@@ -103,13 +113,16 @@ class Rollouts:
     def group_name(self, group: int) -> str:
         return f"{self._name}/{group}"
 
-    async def play_member(self, group: int, member: int) -> Trajectory | str:
-        """The trajectory, or why its environment could not be played in. All members of a group play the same map."""
+    async def play_member(self, group: int, member: int, priority: int = 0) -> Trajectory | str:
+        """The trajectory, or why its environment could not be played in. All members of a group play the same map.
+
+        Of turns that wait for a worker those with the lower priority go first.
+        """
         name = self.member_id(group, member)
         episode = self._episode(name, self.group_name(group), self._map_seed(group), (group << 20) + member)
         await self._begin(group, member)
         try:
-            return await self._played(episode, self._client.trajectory(name))
+            return await self._played(episode, self._client.trajectory(name, priority))
         except EnvironmentFailed as error:
             return error.what
 
@@ -121,6 +134,11 @@ class Rollouts:
         else:
             body = FinishBody(reward=outcome.reward, is_success=outcome.is_success, invalid_turns=outcome.invalid_turns)
         await self._client.finish(self.member_id(group, member), body)
+
+    def note_end(self, group: int, member: int, outcome: Trajectory | str, fate: Keep | Drop | None) -> None:
+        """In the journal: how a member ended, and what that means for its group."""
+        fact = _fact(self.member_id(group, member), group, member, outcome)
+        self.journal(fact, [] if fate is None else [fate])
 
     async def _begin(self, group: int, member: int) -> None:
         body = BeginBody(
@@ -166,9 +184,12 @@ class Rollouts:
 
     async def take_batch(self, groups: int) -> list[Trajectory]:
         """So many finished groups, as the gateway hands them out."""
+        return [trajectory for group in await self.take_groups(groups) for trajectory in group.trajectories]
+
+    async def take_groups(self, groups: int) -> Sequence[FinishedGroup]:
         batch = await self._client.next_batch(groups, self._batch)
         self._batch = batch.batch
-        return [trajectory for group in batch.groups for trajectory in group.trajectories]
+        return batch.groups
 
 
 class _Step:
@@ -233,7 +254,7 @@ class _Step:
             self._members[outcome.trajectory_id] = outcome
             self.played.add(outcome)
             fate = self._groups.finished(group, member, outcome.reward)
-        self._rollouts.journal(_fact(self._rollouts.member_id(group, member), group, member, outcome), _listed(fate))
+        self._rollouts.note_end(group, member, outcome, fate)
         if isinstance(fate, Keep):
             self._wanted[group] = fate.members
 
@@ -251,7 +272,7 @@ class _Step:
             is_same = mine is not None and mine.token_ids == trajectory.token_ids
             if self._ledger.returned(trajectory.trajectory_id, is_same=is_same):
                 by_id[trajectory.trajectory_id] = trajectory
-        for group, members in self._wanted.items():
+        for group, members in sorted(self._wanted.items()):  # not as they ended: that differs from time to time
             names = [self._rollouts.member_id(group, member) for member in members]
             self.kept[group] = [by_id[name] for name in names if name in by_id]
 
@@ -260,10 +281,6 @@ def _fact(name: str, group: int, member: int, outcome: Trajectory | str) -> Memb
     if isinstance(outcome, str):
         return MemberEnded(name, group, member, 0.0, False, 0, is_lost=True)
     return MemberEnded(name, group, member, outcome.reward, outcome.is_success, outcome.turns)
-
-
-def _listed(fate: Keep | Drop | None) -> list[object]:
-    return [] if fate is None else [fate]
 
 
 async def _all(tasks: Iterable[Awaitable[None]]) -> None:

@@ -57,6 +57,7 @@ class ServingSettings:
     """The device that serves users and lends what it does not need."""
 
     is_borrowed: bool = setting(True, "whether the serving device lends itself to this job")
+    engine: Literal["embedded", "vllm"] = setting("embedded", "what serves: embedded, or vllm (docs/vllm.md)")
     preset: str = setting("qwen3-3m", "preset of the serving model")
     device: str | None = setting(None, "its cores; null takes the first", pattern=DEVICE_PATTERN, example="cpu:0")
     kv_memory_mb: int = setting(256, "memory for keys and values of both models, in MiB", minimum=8, maximum=1 << 20)
@@ -80,9 +81,19 @@ class WorkerSettings:
     """The dedicated rollout worker, beside the trainer."""
 
     is_used: bool = setting(True, "whether there is a dedicated worker")
+    engine: Literal["embedded", "vllm"] = setting("embedded", "what it runs on: embedded, or vllm (docs/vllm.md)")
     device: str | None = setting(None, "its cores; null takes the second", pattern=DEVICE_PATTERN, example="cpu:1")
     kv_memory_mb: int = setting(256, "memory for keys and values, in MiB", minimum=8, maximum=1 << 20)
     max_sequences: int = setting(64, "most turns that run together", minimum=1, maximum=4096)
+
+
+@dataclass(frozen=True, slots=True)
+class AsynchronySettings:
+    """Rollouts that go on while the trainer learns (docs/trainer.md)."""
+
+    is_used: bool = setting(False, "whether rollouts never stop; else a step plays, then learns, then publishes")
+    max_staleness: int = setting(2, "versions that a token may be older than the weights that learn from it", minimum=0,
+                                 maximum=1000)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +141,7 @@ class RunSettings:
     compare: bool = setting(False, "alternate steps with and without the borrowed device")
     groups: GroupSettings = field(default_factory=GroupSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    asynchrony: AsynchronySettings = field(default_factory=AsynchronySettings)
     serving: ServingSettings = field(default_factory=ServingSettings)
     traffic: TrafficSettings = field(default_factory=TrafficSettings)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
@@ -140,6 +152,7 @@ class RunSettings:
     trouble: TroubleSettings = field(default_factory=TroubleSettings)
     cost: CostSettings = field(default_factory=CostSettings)
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
+    vllm_python: str | None = setting(None, "interpreter that has vLLM; null takes ROSE_VLLM_PYTHON, or this one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +191,8 @@ def check_run(settings: RunSettings) -> None:
         _refuse(what, "groups.draws_max")
     if not settings.serving.is_borrowed and not settings.worker.is_used:
         _refuse("no device is borrowed and there is no dedicated worker: nobody would play", "worker.is_used")
+    if settings.serving.engine == "vllm" and settings.serving.lend.mode not in ("idle", "decode"):
+        _refuse(f"a vLLM device cannot be lent in the mode {settings.serving.lend.mode}", "serving.lend.mode=decode")
     if settings.compare and not (settings.serving.is_borrowed and settings.worker.is_used):
         what = "a comparison is between a dedicated worker alone and the same with a borrowed device; both are needed"
         _refuse(what, "worker.is_used=true and serving.is_borrowed=true")

@@ -17,11 +17,12 @@ from rose.launch.figures import summary_of
 from rose.launch.folder import RunFolder
 from rose.launch.report import html_report
 from rose.launch.report_tables import usd_pair
+from rose.launch.superseding import counted
 
 
 def sum_up(folder: RunFolder) -> Iterator[str]:
     """Writes summary.json and report.html; yields what to tell people."""
-    lines, served = read_lines(folder.path / "metrics.jsonl"), read_lines(folder.path / "serving.jsonl")
+    lines, served = counted(read_lines(folder.path / "metrics.jsonl")), read_lines(folder.path / "serving.jsonl")
     summary = {"name": folder.name, **summary_of(lines, served, *priced_by(folder.path / RESOLVED_NAME))}
     folder.write("summary.json", json.dumps(summary, indent=1) + "\n")
     settings = (folder.path / RESOLVED_NAME).read_text(encoding="utf-8")

@@ -1,16 +1,22 @@
-"""`rose lend vllm` as a program: the rollout engine, the owner's routes and the agent, until somebody says stop."""
+"""`rose lend vllm` as a program: the rollout engine, the owner's routes and the agent, until somebody says stop.
+
+Beside a serving engine on a CPU all of it but the rollout engine itself keeps off the device's cores, if there are
+others: fetching and checking new weights is work too, and a core that serves has no time for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
-from rose.engines.vllm.starting import free_port
+from rose.engines.vllm.starting import USABLE, RolloutEngine, check, free_port
 from rose.errors import ConfigError
 from rose.front.devices import DeviceCard, shown
 from rose.front.tokens import OWNER_VARIABLE, token_from
@@ -20,17 +26,29 @@ from rose.rollout.vllm_agent import VllmLending, VllmSeat
 from rose.rollout.vllm_owner import VllmOwner
 
 
-async def lend(lending: VllmLending, gateway: str | None) -> int:
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Which gateway to work for, under what name, and where the owner is listened to; 0 takes a free port."""
+
+    gateway: str | None = None
+    worker_name: str = ""
+    owner_port: int = 0
+
+
+async def lend(lending: VllmLending, doors: Doors) -> int:
     """Until SIGINT or SIGTERM, or until the engine is given up, which raises why."""
-    agent, token = _agent(lending, gateway), token_from(OWNER_VARIABLE)
+    check(lending.engine)
+    agent, token = _agent(lending, doors), token_from(OWNER_VARIABLE)
+    if lending.serving_url:
+        _keep_off(lending.engine)
     seat, stopped = VllmSeat(lending), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    print(f"starting a rollout engine for {lending.engine.model} on {lending.engine.device} ...", flush=True)
     try:
-        await _unless(stopped, seat.start())
-        if not stopped.is_set():
-            await _work(seat, agent, token, stopped)
+        async with _owners_door(seat, token, doors.owner_port or free_port()):
+            await _unless(stopped, seat.start())
+            if not stopped.is_set():
+                await _work(seat, agent, stopped)
         if seat.gave_up.done():
             raise seat.gave_up.result()
         return 0
@@ -38,23 +56,33 @@ async def lend(lending: VllmLending, gateway: str | None) -> int:
         await seat.close()
 
 
-async def _work(seat: VllmSeat, agent: AgentSettings | None, token: str, stopped: asyncio.Event) -> None:
-    """Until somebody says stop, the engine is given up or the gateway sends this worker away."""
-    port = free_port()
+@asynccontextmanager
+async def _owners_door(seat: VllmSeat, token: str, port: int) -> AsyncIterator[None]:
+    """Open before there is an engine: its owner may be asked, or say something, at any time."""
     runner = web.AppRunner(VllmOwner(seat, token).application(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
+    engine, url = seat.lending.engine, f"http://127.0.0.1:{port}"
+    print(f"the owner's controls are at {url}", flush=True)
+    print(f"starting a rollout engine for {engine.model} on {engine.device} ...", flush=True)
+    try:
+        with shown(DeviceCard(os.getpid(), seat.lending.serving_url, str(engine.model), url, url, token, "")):
+            yield
+    finally:
+        await runner.cleanup()
+
+
+async def _work(seat: VllmSeat, agent: AgentSettings | None, stopped: asyncio.Event) -> None:
+    """Until somebody says stop, the engine is given up or the gateway sends this worker away."""
     works: list[Coroutine[Any, Any, Any]] = [stopped.wait(), _given_up(seat)]
     if agent is not None:
         works.append(run_agent(seat, agent))
     tasks = {asyncio.create_task(work) for work in works}
-    with shown(_card(seat.lending, port, token)):
-        print("ready; `rose lend status` tells how lending goes, Ctrl-C ends it", flush=True)
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    print("ready; `rose lend status` tells how lending goes, Ctrl-C ends it", flush=True)
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await runner.cleanup()
 
 
 async def _given_up(seat: VllmSeat) -> None:
@@ -73,16 +101,19 @@ async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> No
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _card(lending: VllmLending, port: int, token: str) -> DeviceCard:
-    url = f"http://127.0.0.1:{port}"
-    return DeviceCard(os.getpid(), lending.serving_url, str(lending.engine.model), url, url, token, "")
+def _keep_off(engine: RolloutEngine) -> None:
+    others = USABLE - set(engine.cores) if engine.is_cpu else USABLE
+    if others:
+        os.sched_setaffinity(0, others)
 
 
-def _agent(lending: VllmLending, gateway: str | None) -> AgentSettings | None:
+def _agent(lending: VllmLending, doors: Doors) -> AgentSettings | None:
+    gateway = doors.gateway
     if gateway is None:
         return None
     token = token_for("worker", gateway)
     if token is None:
         raise ConfigError(f"the worker token of the gateway at {gateway} is not known", hint="set ROSE_WORKER_TOKEN")
     kind: Any = "borrowed" if lending.serving_url else "dedicated"
-    return AgentSettings(gateway, token, lending.engine.model.name, kind, lending.engine.max_sequences)
+    seats, model = lending.engine.max_sequences, lending.engine.model.name
+    return AgentSettings(gateway, token, model, kind, seats, doors.worker_name)

@@ -1,8 +1,10 @@
 """Looks at the pool and at the processes about once a second, so that a run can say who did what, and what it cost.
 
 Turns are counted by the kind of worker that ended them. A worker that was restarted counts from 0 again; what it had
-before is not forgotten here. The kernel counts the processor time of every process; an agent lives in the front of its
-device, so on a lent device the rollouts' front is the agent, and on a dedicated one the only front is.
+before is not forgotten here. How devices were borrowed and given back is told by the gateway, cycle by cycle; a cycle
+is recorded whenever there is news of it, and the newest record of a number counts. The kernel counts the processor time
+of every process; an agent lives in the front of its device, so on a lent device the rollouts' front is the agent, and
+on a dedicated one the only front is.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from rose.core.allocation import Cycle, allocation_overhead_share
 from rose.errors import RoseError
 from rose.launch.cast import BORROWED, DEDICATED, GATEWAY, TRAFFIC
 from rose.rollout.client import GatewayClient
@@ -59,9 +62,11 @@ class PoolWatch:
 
     client: GatewayClient
     on_sample: Callable[[PoolSample], None]
+    record: Callable[..., None] = lambda kind, **fields: None
     turns: TurnCount = field(default_factory=TurnCount)
     last: PoolSample | None = None
     counts: dict[str, int] = field(default_factory=dict)  # of the gateway's scheduler
+    cycles: dict[int, dict[str, Any]] = field(default_factory=dict)  # of borrowing, by number
 
     async def look(self) -> PoolSample:
         shown = await self.client.pool()
@@ -71,6 +76,10 @@ class PoolWatch:
         self.counts = shown["counts"]
         self.last = PoolSample(time.monotonic(), self.turns.observe(shown["members"]), running, shown["version"])
         self.on_sample(self.last)
+        for cycle in shown.get("allocation", ()):
+            if self.cycles.get(cycle["number"]) != cycle:
+                self.cycles[cycle["number"]] = cycle
+                self.record("allocation", **cycle)
         return self.last
 
     async def watch(self) -> None:
@@ -78,6 +87,17 @@ class PoolWatch:
             with contextlib.suppress(RoseError):  # whoever plays through it will say so
                 await self.look()
             await asyncio.sleep(EVERY_S)
+
+
+def allocation_overhead(lines: Sequence[dict[str, Any]]) -> float | None:
+    """Of a run's records: the share of the time of its steps in which a wanted device was not usable, or on its way."""
+    steps = [line for line in lines if line["kind"] == "step"]
+    if not steps:
+        return None
+    names = {field.name for field in fields(Cycle)}
+    newest = {line["number"]: line for line in lines if line["kind"] == "allocation"}
+    cycles = [Cycle(**{key: line[key] for key in line if key in names}) for line in newest.values()]
+    return allocation_overhead_share(cycles, steps[0]["began_s"], steps[-1]["began_s"] + steps[-1]["step_s"])
 
 
 class ProcessorTime:

@@ -203,11 +203,11 @@ def _open_locked(path: Path) -> int:
     except OSError as error:
         os.close(file)
         raise Unavailable(f"journal {path} is being written by another process", hint="give each its own") from error
-    os.ftruncate(file, _end_of_last_line(file))
+    os.ftruncate(file, end_of_last_line(file))
     return file
 
 
-def _end_of_last_line(file: int, block_bytes: int = 1 << 16) -> int:
+def end_of_last_line(file: int, block_bytes: int = 1 << 16) -> int:
     """The offset behind the last newline: everything after it is torn."""
     end = os.fstat(file).st_size
     while end > 0:

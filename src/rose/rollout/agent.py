@@ -1,7 +1,8 @@
 """A device's agent: lives in the process that holds the device's engine for rollouts, and works for one gateway.
 
 It opens one connection to the gateway, says who it is, and from then on runs the turns it is given, tells their tokens,
-says how the device is, and takes new weights. Nothing is opened towards the device. When the connection is lost its
+says how the device is, takes new weights, and has the rollout model parked or activated as the gateway asks; what the
+device's owner says goes before that. Nothing is opened towards the device. When the connection is lost its
 turns are forgotten here, since the gateway places them again with what it had received; then it dials again, with
 growing pauses, for as long as the device lives. The weights are kept over all of that (`rollout.weights`). Whatever
 happens here, the device goes on.
@@ -10,23 +11,27 @@ happens here, the device goes on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import os
 import random
-import socket
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, cast
 
 import aiohttp
 
+from rose.coserve import messages as engine_messages
 from rose.errors import RoseError, Unavailable
 from rose.front.handle import EngineHandle
+from rose.observe.metrics import Metrics
 from rose.rollout import messages
+from rose.rollout.condition import Condition, join_of
 from rose.rollout.messages import CONNECT_PATH, FRAME_BYTES_MAX, Kind
 from rose.rollout.outbox import Outbox
 from rose.rollout.runner import AgentEngine, TurnRunner
 from rose.rollout.weights import Intake
+from rose.weights.metrics import ReceiveMetrics
 
 logger = logging.getLogger("rose.agent")
 
@@ -55,14 +60,14 @@ class Dismissed(Exception):
     """The gateway wants no more of this worker."""
 
 
-async def attend(engine: EngineHandle, arguments: dict[str, Any]) -> None:
+async def attend(engine: EngineHandle, metrics: Metrics, arguments: dict[str, Any]) -> None:
     """How a device starts its agent: by the name of this function and plain arguments."""
-    await run_agent(cast(AgentEngine, engine), AgentSettings(**arguments))
+    await run_agent(cast(AgentEngine, engine), AgentSettings(**arguments), metrics)
 
 
-async def run_agent(engine: AgentEngine, settings: AgentSettings) -> None:
+async def run_agent(engine: AgentEngine, settings: AgentSettings, metrics: Metrics | None = None) -> None:
     """Work for the gateway until cancelled, or until it sends this worker away for good."""
-    intake = Intake(engine)
+    intake = Intake(engine, ReceiveMetrics(metrics or Metrics(process_facts=False)))
     taking = asyncio.create_task(intake.run())
     try:
         await _work_for(engine, settings, intake)
@@ -95,9 +100,17 @@ async def _work_for(engine: AgentEngine, settings: AgentSettings, intake: Intake
 class GatewaySession:
     """One connection, from joining to losing it."""
 
-    def __init__(self, engine: AgentEngine, settings: AgentSettings, intake: Intake) -> None:
-        self._engine, self._settings, self._intake = engine, settings, intake
-        self._evictions: set[asyncio.Task[None]] = set()
+    def __init__(
+        self,
+        engine: AgentEngine,
+        settings: AgentSettings,
+        intake: Intake,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._settings, self._intake, self._now_s = engine, settings, intake, now_s
+        self._errands: set[asyncio.Task[None]] = set()
+        self._news = asyncio.Event()  # of lending, which the gateway should hear before the next beat
+        self._told: tuple[object, ...] = ()
         self._outbox: Outbox
         self._runner: TurnRunner
 
@@ -111,8 +124,8 @@ class GatewaySession:
             self._outbox.put(self._join())
             await self._outbox.flush()
             orders = _decoded(await asyncio.wait_for(connection.receive(), WELCOME_S))
-            self._runner = TurnRunner(self._engine, self._outbox.put)
-            self._intake.tell = self._tell_version
+            self._runner = TurnRunner(self._engine, self._outbox.put, self._now_s)
+            self._intake.tell, self._engine.on_lending = self._tell_version, self._hear_lending
             try:
                 for order in orders:
                     self._obey(order)  # it may be told to leave, and why
@@ -122,34 +135,26 @@ class GatewaySession:
                 await self._work(connection, orders[0].beat_s)
             finally:
                 self._intake.tell = lambda ready: None  # the next gateway hears of it when it is joined
+                self._engine.on_lending = lambda: None
                 self._runner.close()
 
     async def _work(self, connection: aiohttp.ClientWebSocketResponse, beat_s: float) -> None:
         """The first of these that ends, ends all."""
-        works = (self._outbox.run(), self._beat(beat_s), self._listen(connection))
+        works = (self._outbox.run(), self._beat(beat_s), self._look(beat_s), self._listen(connection))
         tasks = {asyncio.create_task(work) for work in works}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            tasks |= self._evictions
+            tasks |= self._errands
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _join(self) -> messages.Join:
-        facts, settings = self._engine.facts, self._settings
-        return messages.Join(
-            name=settings.name or f"{socket.gethostname()}-{os.getpid()}",
-            kind=settings.kind,
-            model=settings.model,
-            version=facts.version,
-            seats=settings.seats,
-            kv_tokens=facts.kv_blocks_limit * facts.block_tokens,
-            context_tokens=facts.max_context_tokens,
-            hash=self._intake.hash,
-        )
+        known = self._settings
+        return join_of(self._engine, known.name, known.kind, known.model, known.seats, self._intake.hash)
 
     async def _listen(self, connection: aiohttp.ClientWebSocketResponse) -> None:
         while True:
@@ -163,9 +168,9 @@ class GatewaySession:
             case messages.Cancel():
                 self._runner.cancel(message.ticket)
             case messages.Evict():
-                task = asyncio.create_task(self._runner.evict(message.ticket))
-                self._evictions.add(task)
-                task.add_done_callback(self._evictions.discard)
+                self._run(self._runner.evict(message.ticket))
+            case messages.Activate() | messages.Park():
+                self._run(self._want(isinstance(message, messages.Activate)))
             case messages.NewVersion():
                 self._intake.want(message)
             case messages.Leave():
@@ -175,26 +180,42 @@ class GatewaySession:
             case messages.Welcome():
                 pass
 
+    def _run(self, errand: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(errand)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    async def _want(self, is_wanted: bool) -> None:
+        """What comes of it is told like any other news of the device; the gateway asks again if it must."""
+        try:
+            await self._engine.ask(engine_messages.Want(is_wanted))
+        except RoseError as error:
+            logger.warning("the rollout model is not %s: %s", "activated" if is_wanted else "parked", error.what)
+
     async def _beat(self, beat_s: float) -> None:
-        tokens, at_s = self._engine.facts.generated_tokens, time.monotonic()
+        """Every so often, and at once when lending has changed."""
+        condition = Condition(self._engine, self._runner.rates, lambda: self._intake.hash, self._now_s())
         while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(beat_s):
+                    await self._news.wait()
+            self._news.clear()
+            self._outbox.put(condition.beat(self._now_s()))
+
+    async def _look(self, beat_s: float) -> None:
+        """Ask a lent device how it stands. One that hangs does not answer; its beats go on with what was known."""
+        while self._settings.kind == "borrowed":
+            with contextlib.suppress(RoseError):
+                await self._engine.ask(engine_messages.GetFacts(0))
             await asyncio.sleep(beat_s)
-            facts, trouble, now_s = self._engine.facts, self._engine.trouble, time.monotonic()
-            rate = max(0, facts.generated_tokens - tokens) / max(1e-9, now_s - at_s)
-            tokens, at_s = facts.generated_tokens, now_s
-            self._outbox.put(
-                messages.Beat(
-                    running=facts.running,
-                    waiting=facts.waiting,
-                    kv_used_tokens=facts.kv_blocks_used * facts.block_tokens,
-                    kv_tokens=facts.kv_blocks_limit * facts.block_tokens,
-                    version=facts.version,
-                    gate_open=trouble is None,
-                    tokens_per_s=rate,
-                    why=trouble.what if trouble is not None else "",
-                    hash=self._intake.hash,
-                )
-            )
+        await asyncio.get_running_loop().create_future()
+
+    def _hear_lending(self) -> None:
+        status = self._engine.lending_status
+        told = (status.state, status.model, status.is_resting) if status is not None else ()
+        if told != self._told:
+            self._told = told
+            self._news.set()
 
     def _tell_version(self, ready: messages.VersionReady) -> None:
         self._runner.flush()  # tokens drawn before it are told before it

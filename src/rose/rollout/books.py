@@ -1,9 +1,10 @@
 """Everything the gateway decides, without sockets, tasks or a clock.
 
-`Books` joins the pool, the scheduler, the trajectories and the ledger: members join, speak and are lost; trainers
-publish versions and take batches; environments begin trajectories, ask for turns and finish. Every call says what time
-it is. What comes of it goes to members by their `send`, to readers by their mailbox, and to the ledger; readers are
-told only what `settle` has made durable. The gateway calls it from its event loop, a simulation from its virtual one.
+`Books` joins the pool, the scheduler, the provisioning, the trajectories and the ledger: members join, speak and are
+lost; trainers publish versions and take batches; environments begin trajectories, ask for turns and finish. Every call
+says what time it is. What comes of it goes to members by their `send`, to readers by their mailbox, and to the ledger;
+readers are told only what `settle` has made durable. The gateway calls it from its event loop, a simulation from its
+virtual one.
 
 `tick` is to be called a few times a second. A gap between two ticks means that it was the gateway that stood still, not
 the members: leases and turns are then given time anew.
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from rose.config.gateway import GatewaySettings
+from rose.core.provision import ProvisionRules
 from rose.core.router import Router
 from rose.core.stalls import Stalls
 from rose.coserve.mailbox import Mailbox
@@ -25,12 +27,17 @@ from rose.errors import Unavailable
 from rose.rollout.ledger import Ledger, NoLedger
 from rose.rollout.messages import Beat, Join, NewVersion, Refused, ToGateway, Tokens, VersionReady
 from rose.rollout.pool import Member, Pool, Send
+from rose.rollout.proof import proved, released
+from rose.rollout.provisioning import Provisioning
 from rose.rollout.recalling import UnderWay, recall
 from rose.rollout.relief import Relief
 from rose.rollout.scheduler import Scheduler
 from rose.rollout.trajectories import Batch, Finish, KeptTurn, Session, Trajectories
 
 STOOD_STILL_S = 1.0  # between two ticks
+DEVICES_MAX = 1 << 20  # where the user sets no cap
+HOLD_S = 15.0  # for what it takes to have one: weights that are behind, prompts that are nowhere
+REST_S = 2.0  # a few beats: what a device says of itself is news again
 NO_VERSION_YET = "0"  # what devices call the weights they were started with
 
 
@@ -55,6 +62,9 @@ class Books:
             first_ticket=first,
         )
         self.relief = Relief(self.pool, self.scheduler, router, stalls)
+        self.provisioning = Provisioning(
+            self.pool, self.scheduler, router, provision_rules(settings), first_number=first, began_s=now_s
+        )
         self.trajectories = Trajectories(settings.max_trajectories, settings.idle_s, ledger)
         self._ticked_s = now_s
         if isinstance(ledger, Ledger):
@@ -82,21 +92,24 @@ class Books:
             return
         match message:
             case Tokens():
-                self.scheduler.heard_tokens(member, message, now_s)
+                self.scheduler.heard_tokens(member, proved(self.pool, member, message), now_s)
             case Beat():
                 self.pool.heard(member, message, now_s)
                 self._changed(member, now_s)
+                self._release(member, now_s)
             case Refused():
                 self.scheduler.heard_refused(member, message, now_s)
             case VersionReady():
                 self.pool.version_ready(member, message, now_s)
                 self._changed(member, now_s)
+                self._release(member, now_s)
                 self.on_news()
 
     def lost(self, member: Member, now_s: float) -> None:
         """Its connection ended, or its lease did."""
         if self.pool.remove(member):
             member.close()
+            self.provisioning.lost(member, now_s)
             self.scheduler.lost(member, now_s)
             self.on_change()
             self.on_news()
@@ -197,6 +210,7 @@ class Books:
         self._notice_gap(now_s)
         for member in self.pool.expired(now_s):
             self.lost(member, now_s)
+        self.provisioning.look(now_s)
         self.relief.look(now_s)  # and a member that had closed itself for a while may be open again
         self.scheduler.expire(now_s)
         if self.ledger.trouble is None:
@@ -237,6 +251,7 @@ class Books:
         except BaseException:
             turn.is_running = False
             raise
+        self.provisioning.asked(now_s)
 
     def _abandon(self, turns: Iterable[KeptTurn], now_s: float) -> None:
         """Their trajectory is over: nobody will read them."""
@@ -248,6 +263,12 @@ class Books:
     def _changed(self, member: Member, now_s: float) -> None:
         self.on_change()
         self.scheduler.changed(member, now_s)
+        self.provisioning.note(member, now_s)
+
+    def _release(self, member: Member, now_s: float) -> None:
+        """It may have proved its weights: tokens that waited for it are heard."""
+        if member.withheld:
+            self.scheduler.heard_tokens(member, released(self.pool, member), now_s)
 
     def _notice_gap(self, now_s: float) -> None:
         if now_s - self._ticked_s > STOOD_STILL_S:
@@ -264,3 +285,10 @@ class Books:
 
     def _run_again(self, found: UnderWay, now_s: float) -> None:
         self._run(found.turn, found.request, found.session.trajectory_id, now_s, is_known=True)
+
+
+def provision_rules(settings: GatewaySettings) -> ProvisionRules:
+    """A device that is parked is back in a moment, so one that went back need hardly rest."""
+    most = settings.borrowed_max if settings.borrowed_max is not None else DEVICES_MAX
+    idle_s = settings.return_after_s
+    return ProvisionRules(most, settings.dedicated_max, idle_s=idle_s, hold_s=min(HOLD_S, idle_s), rest_s=REST_S)

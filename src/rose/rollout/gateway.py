@@ -25,14 +25,15 @@ from rose.rollout.books import Books
 from rose.rollout.desk import TurnDesk
 from rose.rollout.ledger import Ledger, NoLedger
 from rose.rollout.live import Counts
-from rose.rollout.messages import NewVersion, ToGateway
+from rose.rollout.messages import NewVersion, ToGateway, VersionReady
 from rose.rollout.pool import Member, Pool
 from rose.rollout.scheduler import Scheduler
 from rose.rollout.trajectories import Finish, Session, Trajectories
+from rose.weights.metrics import FleetMetrics
 
 TICK_S, TICK_S_MIN = 0.25, 0.005
-GATHER_S = 0.005  # what is noted waits this long for more to be written with, unless somebody waits for it
-CHECKPOINT_S = 1.0
+GATHER_S = 0.05  # what is noted waits this long for more to be written with, unless somebody waits for it
+CHECKPOINT_S = 4.0
 
 
 class News:
@@ -64,6 +65,7 @@ class Gateway:
     books: Books
     desk: TurnDesk
     news: News  # of groups that are complete and versions that members took
+    weights: FleetMetrics
     now_s: Callable[[], float] = time.monotonic
 
     @property
@@ -81,6 +83,8 @@ class Gateway:
     # What members do
 
     def heard(self, member: Member, message: ToGateway) -> None:
+        if isinstance(message, VersionReady):
+            self._count(message)
         self.books.heard(member, message, self.now_s())
 
     def joined(self, member: Member) -> None:
@@ -107,6 +111,12 @@ class Gateway:
         trouble = await done
         if trouble is not None:
             raise trouble
+
+    def _count(self, ready: VersionReady) -> None:
+        if ready.fault is not None:
+            self.weights.failed_by(ready.fault.kind)
+        elif ready.seconds:  # else it says only that it runs them already
+            self.weights.taken(ready.size_bytes, ready.seconds)
 
     def tick(self, now_s: float) -> None:
         self.books.tick(now_s)
@@ -169,7 +179,8 @@ def build_gateway(folder: ModelFolder, settings: GatewaySettings) -> Gateway:
     front = replace(
         build_front(folder, name, settings, desk), metrics=GatewayMetrics(name, lambda: desk.facts, figures)
     )
-    gateway = Gateway(front, settings, books, desk, News())
+    fleet = FleetMetrics(figures, lambda: [books.pool.lag(member) for member in books.pool])
+    gateway = Gateway(front, settings, books, desk, News(), fleet)
     books.on_news, books.on_change = gateway.news.tell, desk.refresh
     _show(gateway, figures)
     return gateway
@@ -192,10 +203,24 @@ def _show(gateway: Gateway, figures: Metrics) -> None:
         "Trajectories that have finished.",
         lambda: gateway.trajectories.finished,
     )
+    _show_provisioning(gateway, figures)
     ledger = gateway.books.ledger
     figures.mirror("counter", "rose_gateway_ledger_commits", "Writes to the ledger.", lambda: ledger.commits)
     figures.mirror(
         "gauge", "rose_gateway_ledger_trouble", "1 while it cannot be written.", lambda: ledger.trouble is not None
+    )
+
+
+def _show_provisioning(gateway: Gateway, figures: Metrics) -> None:
+    provisioning = gateway.books.provisioning
+    figures.mirror("gauge", "rose_gateway_borrowed", "Devices borrowed now.", lambda: provisioning.borrowed)
+    figures.mirror("counter", "rose_gateway_borrows", "Devices borrowed so far.", lambda: provisioning.borrows)
+    figures.mirror("counter", "rose_gateway_returns", "Devices given back so far.", lambda: provisioning.returns)
+    figures.mirror(
+        "gauge",
+        "rose_gateway_allocation_overhead_seconds",
+        "Time in which a wanted device was being had or given back.",
+        lambda: provisioning.overhead_s(gateway.now_s()),
     )
 
 

@@ -5,9 +5,10 @@ finished trajectories, published versions and batches that were handed out. When
 the next one reads the rows (`rose.rollout.recalling`) and goes on: turns that were under way are run again from what
 was received of them, and whoever did not get an answer asks again and gets the one there is.
 
-Tokens are kept as they came, piece by piece, in blobs of 32-bit numbers (log-probabilities in 64 bits, so that they
-come back to the last bit). Of a prompt only what its predecessor in the trajectory does not hold is kept. The rows of a
-trajectory go when the trainer says that it has the batch; how it ended is remembered a while longer.
+A turn has a row when it has ended, with its whole answer; until then it is told of in the log (`rollout.turn_log`),
+piece by piece as it comes. Log-probabilities come back to the last bit. Of a prompt only what its predecessor in the
+trajectory does not hold is kept. The rows of a trajectory go when the trainer says that it has the batch; how it ended
+is remembered a while longer.
 
 `NoLedger` keeps nothing, and everything it is told counts as durable: for gateways that may forget.
 """
@@ -23,10 +24,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rose.engines.base import Request, TokenEvent
+from rose.engines.base import FinishReason, Request, Span, TokenEvent
 from rose.errors import Unavailable
 from rose.rollout.ledger_file import SET_META, LedgerFile, Told
 from rose.rollout.messages import NewVersion
+from rose.rollout.turn_log import Began, Came, TurnLog
 
 if TYPE_CHECKING:
     from rose.rollout.trajectories import Group, KeptTurn, Session
@@ -43,14 +45,21 @@ FINISH_SESSION = "UPDATE sessions SET finish = ?, turn_count = ?, forks = ? WHER
 SESSION_GONE = "UPDATE sessions SET is_gone = 1 WHERE id = ?"
 DROP_SESSION = "DELETE FROM sessions WHERE id = ?"
 DROP_TURNS = "DELETE FROM turns WHERE session = ?"
-DROP_PIECES = "DELETE FROM pieces WHERE session = ?"
-ADD_TURN = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL, NULL)"
-END_TURN = "UPDATE turns SET finish = ?, cached = ? WHERE session = ? AND ordinal = ?"
-CUT_TURN = "UPDATE turns SET finish = 'stop', cut = ? WHERE session = ? AND ordinal = ?"
+ADD_TURN = "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+CUT_TURN = "UPDATE turns SET finish = 'stop', answer = ? WHERE session = ? AND ordinal = ?"
 REPLY_TURN = "UPDATE turns SET messages = ?, reply = ? WHERE session = ? AND ordinal = ?"
-ADD_PIECE = "INSERT INTO pieces VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 _encoder = msgspec.msgpack.Encoder()
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """All that a turn came to, as `Produced` has it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: list[Span]
+    top_logprobs: list[tuple[tuple[int, float], ...]]
+    workers: list[str]
 
 
 class NoLedger:
@@ -122,6 +131,7 @@ class Ledger(NoLedger):
         self.file = LedgerFile(path, model, connection=connection)
         super().__init__(self.file.life)
         self._note = self.file.note
+        self._log = TurnLog(self.file, self.first_number)
 
     @property
     def trouble(self) -> Unavailable | None:
@@ -156,13 +166,13 @@ class Ledger(NoLedger):
 
     def finished(self, session: Session) -> None:
         finish = _encoder.encode(session.finish)
+        self._log.forget(session.turns)
         self._note(FINISH_SESSION, finish, session.turn_count, session.forks, session.number)
 
     def let_go(self, session: Session) -> None:
         """Of what it said nothing is needed any more."""
         self._note(SESSION_GONE, session.number)
         self._note(DROP_TURNS, session.number)
-        self._note(DROP_PIECES, session.number)
 
     def forgotten(self, session: Session) -> None:
         self._note(DROP_SESSION, session.number)
@@ -172,37 +182,52 @@ class Ledger(NoLedger):
     def turn(self, turn: KeptTurn, request: Request) -> None:
         parent = turn.parent
         known = parent.sequence_tokens if parent is not None else 0
-        asked = (request.sampling, request.tenant, request.priority)
-        self._note(
-            ADD_TURN,
-            turn.session_number,
-            turn.ordinal,
+        began = Began(
+            (turn.session_number, turn.ordinal),
             turn.digest,
             parent.ordinal if parent is not None else None,
             array("i", turn.prompt_ids[known:]).tobytes(),
-            _encoder.encode(asked),
+            (request.sampling, request.tenant, request.priority),
             _messages_of(turn),
         )
+        self._log.began(turn, began)
 
     def produced(self, turn: KeptTurn, event: TokenEvent) -> None:
-        if event.token_ids:
-            self._note(
-                ADD_PIECE,
-                turn.session_number,
-                turn.ordinal,
-                len(turn.produced) - len(event.token_ids),
-                array("i", event.token_ids).tobytes(),
-                array("d", event.logprobs).tobytes(),
-                event.version,
-                _encoder.encode(event.top_logprobs) if event.top_logprobs else None,
-                event.workers[0] if event.workers else "",
-            )
         if event.finish_reason is not None:
-            cached = turn.produced.cached_tokens
-            self._note(END_TURN, event.finish_reason, cached, turn.session_number, turn.ordinal)
+            self._ended(turn, event.finish_reason)
+        elif event.token_ids:
+            self._log.came(
+                Came(
+                    (turn.session_number, turn.ordinal),
+                    len(turn.produced) - len(event.token_ids),
+                    event.token_ids,
+                    event.logprobs,
+                    event.version,
+                    event.top_logprobs,
+                    event.workers,
+                )
+            )
 
     def cut(self, turn: KeptTurn, tokens: int) -> None:
-        self._note(CUT_TURN, tokens, turn.session_number, turn.ordinal)
+        if self._log.is_under_way(turn):
+            self._ended(turn, "stop")
+        else:
+            self._note(CUT_TURN, _answer_of(turn), turn.session_number, turn.ordinal)
+
+    def _ended(self, turn: KeptTurn, finish_reason: FinishReason) -> None:
+        began = self._log.ended(turn)
+        self._note(
+            ADD_TURN,
+            *began.turn,
+            began.digest,
+            began.parent,
+            began.prompt,
+            began.messages,
+            turn.reply_text,
+            finish_reason,
+            turn.produced.cached_tokens,
+            _answer_of(turn),
+        )
 
     def replied(self, turn: KeptTurn) -> None:
         """At once: the client is about to hear it, and will say that it did."""
@@ -228,6 +253,12 @@ class Ledger(NoLedger):
 
     def close(self) -> None:
         self.file.close()
+
+
+def _answer_of(turn: KeptTurn) -> bytes:
+    produced = turn.produced
+    answer = Answer(produced.token_ids, produced.logprobs, produced.spans, produced.top_logprobs, produced.workers)
+    return _encoder.encode(answer)
 
 
 def _messages_of(turn: KeptTurn) -> bytes | None:

@@ -26,17 +26,15 @@ from typing import Any
 from rose.errors import ConfigError, Unavailable
 
 APPLICATION = 0x524F5345  # "ROSE"; SQLite keeps it in the file's header
-SCHEMA = 1
+SCHEMA = 2
 TABLES = (
     "CREATE TABLE meta(name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID",
     "CREATE TABLE groups(id INTEGER PRIMARY KEY, name TEXT, size INTEGER, task TEXT, completed INTEGER, batch INTEGER)",
     "CREATE TABLE sessions(id INTEGER PRIMARY KEY, name TEXT, group_id INTEGER, task TEXT, seed INTEGER, finish BLOB,"
     " turn_count INTEGER, forks INTEGER, is_gone INTEGER)",
-    "CREATE TABLE turns(session INTEGER, ordinal INTEGER, digest TEXT, parent INTEGER, prompt BLOB, request BLOB,"
-    " messages BLOB, reply TEXT, finish TEXT, cached INTEGER, cut INTEGER, PRIMARY KEY(session, ordinal))"
-    " WITHOUT ROWID",
-    "CREATE TABLE pieces(session INTEGER, ordinal INTEGER, start INTEGER, token_ids BLOB, logprobs BLOB, version TEXT,"
-    " top BLOB, worker TEXT, PRIMARY KEY(session, ordinal, start)) WITHOUT ROWID",
+    "CREATE TABLE turns(session INTEGER, ordinal INTEGER, digest TEXT, parent INTEGER, prompt BLOB, messages BLOB,"
+    " reply TEXT, finish TEXT, cached INTEGER, answer BLOB, PRIMARY KEY(session, ordinal)) WITHOUT ROWID",
+    "CREATE TABLE log(id INTEGER PRIMARY KEY, entries BLOB)",
 )
 SET_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 

@@ -28,6 +28,8 @@ CONNECT_PATH = "/v1/workers/connect"
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Kind = Literal["dedicated", "borrowed"]
+Place = Literal["resident", "parked", "absent", "activating"]
+"""Where the rollout model is: on the device, beside it, not there, on its way back."""
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -41,10 +43,18 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     kv_tokens: Annotated[int, Meta(ge=0)]
     context_tokens: Annotated[int, Meta(ge=1)]
     hash: str = ""
+    place: Place = "resident"
+    is_offered: bool = True
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """How a worker is; renews its lease."""
+    """How a worker is; renews its lease.
+
+    A shut gate takes no turns, and nobody is to blame: `why` says whether serving needs the device, its owner holds it
+    back, or it is parked. `is_offered` is the owner's word alone. `decode_tok_s` is of one sequence beside those that
+    run there, waits at the gate included; `slack_s` is what serving can spare just now, `kv_use` its share of the
+    device's KV memory. What a worker does not know, or an older one does not tell, is None.
+    """
 
     running: int
     waiting: int
@@ -55,6 +65,14 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     tokens_per_s: float = 0.0
     why: str = ""  # the gate is closed
     hash: str = ""
+    prefill_tok_s: float | None = None
+    decode_tok_s: float | None = None
+    slack_s: float | None = None
+    kv_use: float | None = None
+    place: Place = "resident"
+    is_offered: bool = True
+    activation_s: float | None = None  # how long the last one took
+    can_park: bool = False  # it knows `Activate` and `Park`
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -133,6 +151,18 @@ class NewVersion(msgspec.Struct, frozen=True, tag=True):
     hash: str = ""
 
 
+class Activate(msgspec.Struct, frozen=True, tag=True):
+    """There is work for the rollout model: have it on the device, as far as the owner lets it."""
+
+    why: str
+
+
+class Park(msgspec.Struct, frozen=True, tag=True):
+    """There is none: give its memory to serving. Turns that are still there are handed back."""
+
+    why: str
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """The connection ends; come back after this long, or, without a number, never."""
 
@@ -141,7 +171,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 ToGateway = Join | Beat | Tokens | Refused | VersionReady
-ToAgent = Welcome | Turn | Evict | Cancel | NewVersion | Leave
+ToAgent = Welcome | Turn | Evict | Cancel | NewVersion | Activate | Park | Leave
 
 _encoder = msgspec.msgpack.Encoder()
 _to_gateway: msgspec.msgpack.Decoder[list[ToGateway]] = msgspec.msgpack.Decoder(list[ToGateway])

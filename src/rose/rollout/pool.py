@@ -7,7 +7,10 @@ its engine was restarted, it is told again.
 
 Turns are placed only on members whose version is within the bound: the published one, or one of the `max_staleness`
 before it. A version is believed by its name, unless both the trainer and the member tell a hash: then they must agree,
-and a member whose weights are not what it says gets no turns, and the pool says why.
+and a member whose weights are not what it says gets no turns, and the pool says why. Nor are tokens of a version taken
+from a member before it has told that version's hash (`rollout.proof`).
+
+A member may be here and not wanted (`rollout.provisioning`), or be held back by its owner: then, too, it gets no turns.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from dataclasses import dataclass, field
 
 from rose.core.router import WorkerView
 from rose.errors import RequestRefused
-from rose.rollout.messages import Beat, Join, Kind, NewVersion, ToAgent, VersionReady
+from rose.rollout.messages import Beat, Join, Kind, NewVersion, Piece, Place, ToAgent, VersionReady
 
 STAGING_S = 120.0  # a member that has not said a word about a version for this long is told again
 RETRY_S = 5.0  # between two tries of a version that a member could not take
 VERSIONS_MAX = 1024  # of which it is known in which order they were published
+PROVED_MAX = 8  # versions that a member is remembered to have proved; tokens of older ones are long told
 
 Send = Callable[[ToAgent], None]
 
@@ -50,7 +54,17 @@ class Member:
     tell_again_s: float = 0.0
     trouble: str = ""
     beat: Beat | None = None
-    tickets: set[int] = field(default_factory=set)  # kept by the scheduler, like the two below
+    place: Place = "resident"  # of the rollout model, on the device
+    is_offered: bool = True  # by its owner
+    is_wanted: bool = True  # by the gateway; this and the next two are kept by its provisioning
+    told_wanted: bool | None = None
+    tell_wanted_s: float = 0.0
+    sync_s: float | None = None  # from the publishing of its version until it ran here
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase, of taking that version
+    proved: dict[str, bool] = field(default_factory=dict)  # versions whose hash it told: whether it is the right one
+    withheld: list[Piece] = field(default_factory=list)  # until their version is proved
+    tickets: set[int] = field(default_factory=set)  # kept by the scheduler, like the three below
+    progress_s: float = 0.0  # when one of its turns last got on, or the first was placed
     tokens_held: int = 0
     turns_ended: int = 0
     close: Callable[[], None] = lambda: None
@@ -71,6 +85,7 @@ class Pool:
         self._published: dict[str, NewVersion] = {}  # oldest first
         self._numbers: dict[str, int] = {}
         self._newest = -1
+        self._published_s: dict[str, float] = {}  # of those of this life
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -113,14 +128,24 @@ class Pool:
         """Whether its weights are within the bound, and are what it says they are."""
         return self.is_since(member.version, self.oldest) and not self.is_lying(member)
 
+    def lag(self, member: Member) -> int:
+        """How many published versions there are after the one it runs; weights that nobody published are before all."""
+        return self._newest - self._numbers.get(member.version, -1)
+
     def is_lying(self, member: Member) -> bool:
         """Or does not know: an agent that was started anew takes the weights again, and then it does."""
         known = self._published.get(member.version)
         return known is not None and bool(known.hash) and known.hash != member.hash
 
+    def is_proved(self, member: Member, version: str) -> bool | None:
+        """Whether the member's weights of this name are the published ones; None while it has not said."""
+        known = self._published.get(version)
+        return True if known is None or not known.hash else member.proved.get(version)
+
     def publish(self, version: NewVersion, now_s: float) -> None:
         """A new version of the weights, for all members here and those to come."""
         self.restore([version])
+        self._published_s.setdefault(version.version, now_s)
         for member in self._members.values():
             self.catch_up(member, now_s)
 
@@ -134,6 +159,7 @@ class Pool:
             self._numbers[version.version] = self._newest
         for old in list(self._published)[:-VERSIONS_MAX]:
             del self._published[old], self._numbers[old]
+            self._published_s.pop(old, None)
 
     def catch_up(self, member: Member, now_s: float) -> None:
         """Tell a member of the published version, unless it runs that or is taking it."""
@@ -172,18 +198,23 @@ class Pool:
             lease=self._next_lease,
             hash=join.hash,
             opened_s=now_s,
+            place=join.place,
+            is_offered=join.is_offered,
+            is_wanted=join.place == "resident" or not join.is_offered,
         )
         self._next_lease += 1
         self._members[join.name] = member
+        self._runs(member, join.version, join.hash)
         return member
 
     def heard(self, member: Member, beat: Beat, now_s: float) -> None:
         member.lease_until_s = now_s + self._lease_s
         member.beat = beat
         self._runs(member, beat.version, beat.hash)
-        member.kv_tokens = beat.kv_tokens
+        member.kv_tokens, member.place, member.is_offered = beat.kv_tokens, beat.place, beat.is_offered
         if beat.gate_open and not member.gate_open:
             member.gated_since_s, member.opened_s = None, now_s
+            member.closed_until_s = min(member.closed_until_s, now_s)  # what it refused before is over
         elif not beat.gate_open and member.gate_open:
             member.gated_since_s = now_s
         member.gate_open = beat.gate_open
@@ -192,6 +223,10 @@ class Pool:
     def version_ready(self, member: Member, ready: VersionReady, now_s: float) -> None:
         member.lease_until_s = now_s + self._lease_s
         if ready.fault is None:
+            if ready.seconds:  # else it says only that it runs them already
+                published_s = self._published_s.get(ready.version)
+                member.sync_s = now_s - published_s if published_s is not None else None
+                member.seconds = ready.seconds
             self._runs(member, ready.version, ready.hash)
             member.trouble = ""
             self.catch_up(member, now_s)
@@ -204,16 +239,21 @@ class Pool:
         return WorkerView(
             name=member.name,
             is_dedicated=member.kind == "dedicated",
-            is_open=member.gate_open and not member.draining and self.may_run(member),
+            is_open=self.takes_turns(member) and member.is_wanted and self.may_run(member),
             seats=member.seats,
             kv_tokens=member.kv_tokens,
             closed_until_s=member.closed_until_s,
-            prefill_tok_s=getattr(beat, "prefill_tok_s", None),
-            decode_tok_s=getattr(beat, "decode_tok_s", None),
-            slack_s=getattr(beat, "slack_s", None),
+            prefill_tok_s=beat.prefill_tok_s if beat is not None else None,
+            decode_tok_s=beat.decode_tok_s if beat is not None else None,
+            slack_s=beat.slack_s if beat is not None else None,
             gated_since_s=member.gated_since_s,
             version=member.version,
         )
+
+    @staticmethod
+    def takes_turns(member: Member) -> bool:
+        """By its own account, its owner's and its operator's, whatever its weights."""
+        return member.gate_open and member.is_offered and member.place == "resident" and not member.draining
 
     def expired(self, now_s: float) -> list[Member]:
         return [member for member in self._members.values() if now_s > member.lease_until_s]
@@ -232,3 +272,9 @@ class Pool:
 
     def _runs(self, member: Member, version: str, weights_hash: str) -> None:
         member.version, member.hash = version, weights_hash
+        known = self._published.get(version)
+        if known is not None and known.hash and weights_hash:
+            member.proved.pop(version, None)
+            member.proved[version] = weights_hash == known.hash
+            for old in list(member.proved)[:-PROVED_MAX]:
+                del member.proved[old]

@@ -10,32 +10,28 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from rose.engines.base import Request, Sampling
-from rose.rollout.ledger import Ledger
+from rose.engines.base import Request
+from rose.rollout.ledger import Answer, Ledger
 from rose.rollout.ledger_file import LedgerFile
 from rose.rollout.messages import NewVersion
 from rose.rollout.trajectories import Finish, Group, KeptTurn, Message, Recalled, RecalledGroup, Session
+from rose.rollout.turn_log import read_log
 
 META = "SELECT name, value FROM meta"
 GROUPS = "SELECT id, name, size, task, completed, batch FROM groups ORDER BY id"
 SESSIONS = "SELECT id, name, group_id, task, seed, finish, turn_count, forks, is_gone FROM sessions ORDER BY id"
 TURNS = (
-    "SELECT session, ordinal, digest, parent, prompt, request, messages, reply, finish, cached, cut FROM turns"
+    "SELECT session, ordinal, digest, parent, prompt, messages, reply, finish, cached, answer FROM turns"
     " ORDER BY session, ordinal"
 )
-PIECES = (
-    "SELECT session, ordinal, token_ids, logprobs, version, top, worker FROM pieces ORDER BY session, ordinal, start"
-)
 
-_asked: msgspec.msgpack.Decoder[tuple[Sampling, str, int]] = msgspec.msgpack.Decoder(tuple[Sampling, str, int])
 _messages: msgspec.msgpack.Decoder[tuple[int, list[Message]]] = msgspec.msgpack.Decoder(tuple[int, list[Message]])
 _finish: msgspec.msgpack.Decoder[Finish] = msgspec.msgpack.Decoder(Finish)
 _versions: msgspec.msgpack.Decoder[list[NewVersion]] = msgspec.msgpack.Decoder(list[NewVersion])
-_tops: msgspec.msgpack.Decoder[tuple[Any, ...]] = msgspec.msgpack.Decoder(tuple[tuple[tuple[int, float], ...], ...])
+_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,56 +72,58 @@ def recall(ledger: Ledger, now_s: float) -> Memory:
         sessions[number] = session
         if group is not None:
             group.members[name] = session
-    under_way = _recall_turns(file, sessions)
+    _recall_ended(file, sessions)
+    under_way = _recall_under_way(file, sessions)
     recalled = Recalled(list(sessions.values()), gone, groups, meta.get("batch", 0))
     return Memory(recalled, _versions.decode(meta["versions"]) if "versions" in meta else (), under_way)
 
 
-def _recall_turns(file: LedgerFile, sessions: dict[int, Session]) -> list[UnderWay]:
-    """Into their sessions; those that had not ended."""
-    pieces = _Pieces(file)
-    under_way = []
-    for row in file.rows(TURNS):
-        session = sessions.get(row[0])
+def _recall_ended(file: LedgerFile, sessions: dict[int, Session]) -> None:
+    for number, ordinal, digest, parent, prompt, messages, reply, finish, cached, answer in file.rows(TURNS):
+        session = sessions.get(number)
         if session is None:
             continue
-        turn = _recall_turn(session, row, pieces)
-        if turn.finish_reason is None and session.finish is None:
-            sampling, tenant, priority = _asked.decode(row[5])
-            request = Request(f"{turn.key}#again", turn.prompt_ids, sampling, tenant, priority)
-            under_way.append(UnderWay(session, turn, request))
+        turn = _recall_turn(session, ordinal, digest, parent, prompt, messages, reply)
+        turn.is_noted, turn.finish_reason = True, finish
+        found, produced = _answer.decode(answer), turn.produced
+        produced.token_ids, produced.logprobs, produced.spans = found.token_ids, found.logprobs, found.spans
+        produced.top_logprobs, produced.workers = found.top_logprobs, found.workers
+        produced.cached_tokens = cached
+
+
+def _recall_under_way(file: LedgerFile, sessions: dict[int, Session]) -> list[UnderWay]:
+    """Of trajectories that have not finished. Whoever runs them again notes them again."""
+    under_way = []
+    for (number, ordinal), (began, came) in sorted(read_log(file).items()):
+        session = sessions.get(number)
+        if session is None or session.finish is not None or began.digest in session.by_digest:
+            continue
+        turn = _recall_turn(session, ordinal, began.digest, began.parent, began.prompt, began.messages, None)
+        for piece in came:
+            turn.produced.add(piece.token_ids, piece.logprobs, piece.version, piece.top_logprobs)
+            turn.produced.workers += [name for name in piece.workers if name not in turn.produced.workers]
+        session.turns.sort(key=lambda turn: turn.ordinal)
+        sampling, tenant, priority = began.asked
+        request = Request(f"{turn.key}#again", turn.prompt_ids, sampling, tenant, priority)
+        under_way.append(UnderWay(session, turn, request))
     return under_way
 
 
-def _recall_turn(session: Session, row: tuple[Any, ...], pieces: _Pieces) -> KeptTurn:
-    number, ordinal, digest, parent_ordinal, prompt, _, messages, reply, finish, cached, cut = row
+def _recall_turn(
+    session: Session,
+    ordinal: int,
+    digest: str,
+    parent_ordinal: int | None,
+    prompt: bytes,
+    messages: bytes | None,
+    reply: str | None,
+) -> KeptTurn:
+    """Into its session."""
     parent = next((turn for turn in session.turns if turn.ordinal == parent_ordinal), None)
     before = (*parent.prompt_ids, *parent.produced.token_ids) if parent is not None else ()
     turn = session.add(ordinal, digest, (*before, *array("i", prompt)), parent)
-    turn.is_noted = True
-    pieces.into(turn, number)
-    if cut is not None:
-        turn.produced.cut(cut)
-    turn.finish_reason, turn.produced.cached_tokens = finish, cached
     if messages is not None:
         shared, rest = _messages.decode(messages)
         held = list(parent.messages[:shared]) if parent is not None and parent.messages is not None else []
         turn.restore_words([*held, *rest], reply)
     return turn
-
-
-class _Pieces:
-    """All pieces, read beside the turns they belong to: both are in the same order."""
-
-    def __init__(self, file: LedgerFile) -> None:
-        self._rows = file.rows(PIECES)
-        self._next = next(self._rows, None)
-
-    def into(self, turn: KeptTurn, session_number: int) -> None:
-        wanted = (session_number, turn.ordinal)
-        while self._next is not None and self._next[:2] <= wanted:
-            found, (token_ids, logprobs, version, top, worker) = self._next[:2], self._next[2:]
-            if found == wanted:
-                tops = _tops.decode(top) if top is not None else ()
-                turn.produced.add(array("i", token_ids), array("d", logprobs), version, tops, worker)
-            self._next = next(self._rows, None)

@@ -1,9 +1,10 @@
 """The turns of one agent on its engine: starts them, tells what every step added, hands them back.
 
 Tokens are taken from the engine's steps, all turns of a step at once. A turn that has ended is told at once, whole,
-since somebody waits for it. Of the others what has come is told every tenth of a second in one message, since it is
-only needed if this worker dies; told by the token, it would cost the gateway more than all the rest of the turn. A
-turn's own mailbox is only watched for how it ends, so nothing here wakes up per token.
+since somebody waits for it. Of the others what has come is told every tenth of a second in one message, and a little
+more rarely when many run, since it is only needed if this worker dies; told by the token, it would cost the gateway
+more than all the rest of the turn. A turn's own mailbox is only watched for how it ends, so nothing here wakes up per
+token.
 """
 
 from __future__ import annotations
@@ -20,14 +21,22 @@ from rose.engines.base import FinishReason, TokenEvent
 from rose.errors import RoseError, Unavailable
 from rose.front.handle import EngineHandle
 from rose.rollout.messages import Piece, Refused, ToGateway, Tokens, Turn
+from rose.rollout.rates import Rates
 
 GATHER_S = 0.1  # the most work of a turn that dies with its worker; also how often a streaming reader sees news
+GATHER_S_MAX = 0.3  # on a worker with many turns; well under the half second after which one may have stalled
+TOLD_PER_S = 200  # turns of one worker, about, whose news is told in a second
 
 
 class AgentEngine(EngineHandle, Protocol):
     """An engine as the agent needs it: a `Supervisor` or a `Seat`."""
 
     on_step: Callable[[engine_messages.Stepped], None]
+    on_lending: Callable[[], None]  # called when the owner, or whoever may, has changed something
+
+    @property
+    def lending_status(self) -> engine_messages.LendingStatus | None:
+        """How the device is lent; None if it is not, or does not say."""
 
     async def ask(self, command: engine_messages.Command) -> engine_messages.Reply: ...
 
@@ -60,8 +69,11 @@ class _Gathered:
 class TurnRunner:
     """One per connection to the gateway."""
 
-    def __init__(self, engine: AgentEngine, say: Callable[[ToGateway], None]) -> None:
-        self._engine, self._say = engine, say
+    def __init__(
+        self, engine: AgentEngine, say: Callable[[ToGateway], None], now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.rates = Rates()
+        self._engine, self._say, self._now_s = engine, say, now_s
         self._tickets: dict[str, int] = {}  # request id -> ticket, of turns that have not ended
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._gathered: dict[int, _Gathered] = {}  # by ticket
@@ -75,7 +87,7 @@ class TurnRunner:
         return len(self._tickets)
 
     def start(self, turn: Turn) -> None:
-        request = replace(turn.request, arrival_s=time.monotonic())
+        request = replace(turn.request, arrival_s=self._now_s())
         here = self._engine.facts.version
         try:
             if turn.version is not None and turn.version != here:
@@ -84,6 +96,7 @@ class TurnRunner:
         except RoseError as error:
             self._say(Refused(turn.ticket, engine_messages.fault_of(error)))
             return
+        mailbox.ends_only = True
         self._tickets[request.request_id] = turn.ticket
         self._watchers[request.request_id] = asyncio.create_task(self._watch(request.request_id, mailbox))
 
@@ -132,6 +145,7 @@ class TurnRunner:
 
     def _on_step(self, stepped: engine_messages.Stepped) -> None:
         self._others(stepped)
+        self.rates.observe(stepped, self._now_s())
         has_ended = False
         for event in stepped.events:
             ticket = self._tickets.get(event.request_id)
@@ -140,7 +154,8 @@ class TurnRunner:
         if has_ended:
             self._tell_full()
         if self._gathered and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self.flush)
+            gather_s = min(GATHER_S_MAX, max(GATHER_S, len(self._tickets) / TOLD_PER_S))
+            self._timer = asyncio.get_running_loop().call_later(gather_s, self.flush)
 
     def _gather(self, ticket: int, event: TokenEvent) -> bool:
         """Whether this event is the turn's last."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from rose.core.pacing import Pacer
 from rose.core.router import Outcome, Place, Router, TurnView, WorkerView
@@ -62,6 +61,8 @@ class Scheduler:
         self._queue: list[_Entry] = []
         self._queue_again: list[_Entry] = []  # those that lost a worker before, which may have to wait for their turn
         self._waiting = 0
+        self._is_full = False  # the first in the queue found no room, and nothing has changed since
+        self._is_paced = False  # one that found room has to wait for its turn
         self._orders, self._tickets = itertools.count(), itertools.count(first_ticket)
         self._views: dict[str, WorkerView] = {}  # as the router knows them
         self._reason = "no worker has joined"
@@ -97,7 +98,8 @@ class Scheduler:
         self._turns[request.request_id] = turn
         self.counts.begun += 1
         self._enqueue(turn)
-        self.place(now_s)
+        if not self._is_full or self._queue[0][-1] is turn:
+            self.place(now_s)
 
     def cancel(self, request_ids: Iterable[str], now_s: float) -> None:
         """Forget turns; those that have ended are skipped."""
@@ -189,6 +191,7 @@ class Scheduler:
 
     def place(self, now_s: float) -> None:
         """Place waiting turns, first come first, until there is no room for any."""
+        self._is_full = self._is_paced = False
         past: list[_Entry] = []
         queues = [self._queue, self._queue_again]
         while any(queues) and len(past) <= LOOK_PAST_MAX:
@@ -204,17 +207,18 @@ class Scheduler:
                 continue
             past.append(entry)
             if isinstance(decision, Place):
-                self._reason, queues = TOO_MANY, [self._queue]
+                self._reason, self._is_paced, queues = TOO_MANY, True, [self._queue]
                 continue
             self._reason = decision.reason
             if decision.is_for_all:
+                self._is_full = len(past) == 1
                 break
         for entry in past:
             heapq.heappush(self._queue_of(entry[-1]), entry)
 
     def next_s(self) -> float | None:
         """When `place` may find room that nothing else tells of."""
-        return self._pacer.next_s() if self._waiting else None
+        return self._pacer.next_s() if self._is_paced else None
 
     # What time brings
 
@@ -301,11 +305,13 @@ class Scheduler:
         turn.progress_s, turn.is_first, turn.had_tokens = now_s, True, len(turn.produced)
         turn.predicted_s, turn.version, turn.oldest = place.predicted_s, member.version, self._pool.oldest
         self._placed[turn.ticket] = turn
+        if not member.tickets:
+            member.progress_s = now_s
         member.tickets.add(turn.ticket)
         member.tokens_held += turn.tokens_max
         self._router.placed(turn.request.request_id, view, member.name, now_s)
         self.counts.placed += 1
-        request = replace(turn.request, request_id=f"turn-{turn.ticket}", partial=turn.produced.partial())
+        request = turn.request.named(f"turn-{turn.ticket}", turn.produced.partial())
         version = None if self._pool.max_staleness else self._pool.wanted_version
         member.send(Turn(turn.ticket, request, version))
 
@@ -315,7 +321,7 @@ class Scheduler:
             return
         view = self._pool.view(member)
         if self._views.get(member.name) != view:
-            self._views[member.name] = view
+            self._views[member.name], self._is_full = view, False
             self._router.put_worker(view)
 
     def _tell_pacer(self, turns: Sequence[LiveTurn], now_s: float) -> None:
@@ -333,7 +339,10 @@ class Scheduler:
         return turn if turn is not None and turn.member is member else None
 
     def _is_allowed(self, turn: LiveTurn, version: str) -> bool:
-        """The version it was placed on, one that was within the bound then, or one published since."""
+        """The version it was placed on, one that was within the bound then, or one published since; by its hash."""
+        assert turn.member is not None
+        if self._pool.is_proved(turn.member, version) is False:
+            return False
         return version == turn.version or self._pool.is_since(version, turn.oldest or 0)
 
     def _drop(self, turn: LiveTurn, piece: Piece, now_s: float) -> bool:
@@ -382,7 +391,7 @@ class Scheduler:
         quiet_s = now_s - max(turn.progress_s, member.opened_s)
         first_of = turn.prompt_there if turn.is_first else None
         self._stalls.moved(member.name, quiet_s, now_s, first_of=first_of)
-        turn.progress_s = turn.waiting_since_s = now_s
+        turn.progress_s = turn.waiting_since_s = member.progress_s = now_s
         turn.is_first = False
 
     def _put_back(self, turn: LiveTurn, outcome: Outcome, now_s: float, *, has_begun: bool = True) -> None:
@@ -397,6 +406,7 @@ class Scheduler:
     def _unseat(self, turn: LiveTurn, outcome: Outcome, now_s: float) -> None:
         if turn.member is None:
             return
+        self._is_full = False
         self._router.ended(turn.request.request_id, outcome, len(turn.produced) - turn.had_tokens, now_s)
         turn.member.tickets.discard(turn.ticket)
         turn.member.tokens_held -= turn.tokens_max

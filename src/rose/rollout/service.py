@@ -13,14 +13,13 @@ import logging
 import os
 import socket
 from pathlib import Path
-from typing import cast
 
 from aiohttp import web
 
 from rose.config.gateway import GatewaySettings
 from rose.errors import Unavailable
 from rose.front.application import InFlight
-from rose.front.connections import Doorkeeper, cut
+from rose.front.connections import Doorkeeper
 from rose.front.listening import BACKLOG, FAREWELL_S, KEEP_ALIVE_S, Say, Signals
 from rose.front.ports import cannot_listen, take_port
 from rose.models.folder import load_model_folder
@@ -65,24 +64,6 @@ async def run_gateway(model: Path, settings: GatewaySettings, *, say: Say = prin
             gateway.books.ledger.close()
 
 
-class PatientDoorkeeper(Doorkeeper):
-    """Whoever has not said what it wants within `read_timeout_s` must go: it would hold a place for ever."""
-
-    def __init__(self, server: web.Server, settings: GatewaySettings) -> None:
-        super().__init__(server, settings.max_connections)
-        self._patience_s = settings.read_timeout_s
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        asyncio.get_running_loop().call_later(self._patience_s, _cut_if_silent, cast(asyncio.Transport, transport))
-
-
-def _cut_if_silent(transport: asyncio.Transport) -> None:
-    handler = transport.get_protocol()
-    if not transport.is_closing() and getattr(handler, "_request_count", 1) == 0:
-        cut(transport)
-
-
 def _settle_memory() -> None:
     """What was loaded lives as long as the process: the collector need not look at it between turns."""
     gc.collect()
@@ -95,7 +76,11 @@ async def _listen(runner: web.AppRunner, listener: socket.socket, settings: Gate
     assert http is not None
     loop = asyncio.get_running_loop()
     try:
-        return await loop.create_server(lambda: PatientDoorkeeper(http, settings), sock=listener, backlog=BACKLOG)
+        return await loop.create_server(
+            lambda: Doorkeeper(http, settings.max_connections, settings.read_timeout_s),
+            sock=listener,
+            backlog=BACKLOG,
+        )
     except OSError as error:
         raise cannot_listen(settings, error) from error
 

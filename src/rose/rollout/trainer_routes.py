@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from rose.core.allocation import Cycle
 from rose.errors import RequestRefused
 from rose.front.answering import json_response
 from rose.front.bodies import BodyReader
@@ -25,6 +26,7 @@ from rose.rollout.trajectories import Finish
 
 MSGPACK = "application/msgpack"
 POLL_S_DEFAULT, POLL_S_MAX = 30.0, 120.0
+CYCLES_SHOWN = 64
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Place = Annotated[str, Meta(max_length=4096)]
@@ -77,9 +79,13 @@ class PublishBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Published(msgspec.Struct):
+    """`sync_s` and `pause_s` are of those that took it now, by name: until it ran there, and what turns stood still."""
+
     version: str
     ready: list[str]
     behind: dict[str, str]  # why each of the others does not run it yet
+    sync_s: dict[str, float] = {}
+    pause_s: dict[str, float] = {}
 
 
 class MemberShown(msgspec.Struct):
@@ -97,14 +103,31 @@ class MemberShown(msgspec.Struct):
     tokens_per_s: float
     turns_ended: int
     trouble: str
+    place: str  # of the rollout model, on a device that serves users
+    is_offered: bool  # by its owner
+    is_wanted: bool  # by the gateway, for what there is to do
+    prefill_tok_s: float | None
+    decode_tok_s: float | None
+    slack_s: float | None
+    sync_s: float | None  # from the publishing of the version that it runs until it ran it
+    seconds: dict[str, float]  # by phase, of taking that version; in `commit` lies the pause
 
 
 class PoolShown(msgspec.Struct):
+    """`allocation` is how devices came and went lately, on the gateway's clock, which shows `now_s`.
+
+    `allocation_overhead_share` is the share of the gateway's life in which some device was wanted and not usable yet,
+    or on its way back.
+    """
+
     version: str | None
     members: list[MemberShown]
     waiting_turns: int
     running_turns: int
     counts: dict[str, int]
+    now_s: float
+    allocation: list[Cycle]
+    allocation_overhead_share: float | None
 
 
 BEGIN, FINISH, PUBLISH = BodyReader(BeginBody), BodyReader(FinishBody), BodyReader(PublishBody)
@@ -162,17 +185,29 @@ async def publish(gateway: Gateway, request: web.Request) -> web.Response:
     behind = {
         member.name: member.trouble or "it is being loaded" for member in gateway.pool if member.version != body.version
     }
-    return json_response(Published(body.version, ready, behind))
+    took = [member for member in gateway.pool if member.version == body.version and member.seconds]
+    return json_response(
+        Published(
+            body.version,
+            ready,
+            behind,
+            {member.name: member.sync_s for member in took if member.sync_s is not None},
+            {member.name: member.seconds["commit"] for member in took if "commit" in member.seconds},
+        )
+    )
 
 
 async def pool(gateway: Gateway, request: web.Request) -> web.Response:
-    counts = gateway.scheduler.counts
+    counts, provisioning, now_s = gateway.scheduler.counts, gateway.books.provisioning, gateway.now_s()
     shown = PoolShown(
         version=gateway.pool.wanted_version,
         members=[_shown(member, gateway) for member in gateway.pool],
         waiting_turns=gateway.scheduler.waiting,
         running_turns=gateway.scheduler.running,
         counts={name: getattr(counts, name) for name in type(counts).__slots__},
+        now_s=now_s,
+        allocation=provisioning.cycles[-CYCLES_SHOWN:],
+        allocation_overhead_share=provisioning.overhead_share(now_s),
     )
     return json_response(shown)
 
@@ -231,12 +266,24 @@ def _shown(member: Member, gateway: Gateway) -> MemberShown:
         tokens_per_s=beat.tokens_per_s if beat is not None else 0.0,
         turns_ended=member.turns_ended,
         trouble=member.trouble or (beat.why if beat is not None else ""),
+        place=member.place,
+        is_offered=member.is_offered,
+        is_wanted=member.is_wanted,
+        prefill_tok_s=beat.prefill_tok_s if beat is not None else None,
+        decode_tok_s=beat.decode_tok_s if beat is not None else None,
+        slack_s=beat.slack_s if beat is not None else None,
+        sync_s=member.sync_s,
+        seconds=member.seconds,
     )
 
 
 def _state(member: Member, gateway: Gateway) -> str:
     if member.draining:
         return "draining"
+    if not member.is_offered:
+        return "held"
+    if not member.is_wanted or member.place == "parked":
+        return "parked"
     if not member.gate_open or gateway.now_s() < member.closed_until_s:
         return "closed"
     return "open" if gateway.pool.may_run(member) else "behind"

@@ -19,7 +19,7 @@ import hashlib
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -114,9 +114,11 @@ class KeptTurn:
 
     def put(self, event: TokenEvent) -> None:
         self._ledger.produced(self, event)
+        if event.finish_reason is None and not self.readers:
+            return
         told = [
-            (mailbox, [event if event.request_id == request_id else replace(event, request_id=request_id)])
-            for request_id, mailbox in self.readers.items()
+            (mailbox, [event if event.request_id == name else msgspec.structs.replace(event, request_id=name)])
+            for name, mailbox in self.readers.items()
         ]
         if event.finish_reason is not None:
             self.finish_reason, self.is_running = event.finish_reason, False

@@ -197,7 +197,7 @@ async def _answer(
 ) -> web.StreamResponse:
     whole = not stream and not choice.has_stop_strings
     request_id = gateway.desk.expect(turn, session.trajectory_id, whole=whole)
-    choice.request = replace(choice.request, request_id=request_id)
+    choice.request = choice.request.named(request_id)
     try:
         return await answer(gateway.front, request, [choice], form, stream=stream)
     finally:

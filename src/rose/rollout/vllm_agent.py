@@ -5,6 +5,10 @@ whether the serving engine is there and shows its board, and only then renews a 
 to this process, to the serving engine or to the board, the gate closes by itself. The rollout engine decides step by
 step inside that. When it dies it is started again, with the weights it had; when serving restarts, its new board is
 found and the engine learns its step times anew. Without a serving engine it is a dedicated rollout worker.
+
+New weights come as they do to every device: the agent's intake (weights.py) fetches and checks them, then asks here to
+stage a folder and to commit it. An engine of which it is not certain what it runs is ended at once and started again
+with the last weights that were whole.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from rose.engines.vllm.finding import board_of, own_folder
 from rose.engines.vllm.process import EngineProcess
 from rose.engines.vllm.starting import RolloutEngine
 from rose.engines.vllm.worker import VllmWorker, engine_facts
-from rose.errors import ConfigError, QueueFull, RequestRefused, RoseError, Unavailable
+from rose.errors import ConfigError, ModelError, QueueFull, RequestRefused, RoseError, Unavailable
 from rose.front.tally import Tally
 
 logger = logging.getLogger("rose.agent")
@@ -52,6 +56,7 @@ class VllmLending:
     ttft_s: float = 0.5
     tpot_s: float = 0.15
     slack_share: float = 0.7
+    compute_share: float = 1.0  # of the device's time, until the owner says otherwise
 
     def terms(self, board: Path) -> Terms:
         return Terms(str(board), self.mode, self.ttft_s, self.tpot_s, self.slack_share)
@@ -63,9 +68,10 @@ class VllmSeat:
     def __init__(self, lending: VllmLending) -> None:
         self.gave_up: asyncio.Future[Unavailable] = asyncio.get_running_loop().create_future()
         self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
+        self.on_lending: Callable[[], None] = lambda: None
         self.lending = lending
         self.stopped = ""  # why nothing is lent, by the owner
-        self.wishes: dict[str, object] = {}  # the owner's limits
+        self.wishes: dict[str, object] = {"compute_share": lending.compute_share}  # the owner's limits
         self.restarts = 0
         self._lock = _lock(lending)
         self._process: EngineProcess | None = None
@@ -100,8 +106,19 @@ class VllmSeat:
     def trouble(self) -> Unavailable | None:
         if self._worker is None:
             return self._reason
-        why = self.stopped or self._no_board
+        why = self.stopped or self._no_board or self._why_not_lent()
         return Unavailable(why) if why else None
+
+    def _why_not_lent(self) -> str:
+        """For longer than a turn should wait here."""
+        if not self.lending.serving_url or (status := self.status) is None:
+            return ""
+        missing = status.lent.missing
+        return status.lent.resting or (f"learning how long serving's steps take: {missing}" if missing else "")
+
+    @property
+    def lending_status(self) -> None:
+        """Of KV memory and slack only the serving engine knows, and its board tells no agent."""
 
     @property
     def status(self) -> Status | None:
@@ -188,7 +205,7 @@ class VllmSeat:
             await worker.commit(version)
         except Unavailable:
             if self._process is not None:  # mixed weights, or gone: in both cases another engine is started
-                logger.error("weights could not be swapped; the rollout engine is ended and started again")
+                logger.error("version `%s` failed half-way: the rollout engine is ended and started again", version)
                 self._process.kill()
             raise
         self._weights = self._staged
@@ -199,15 +216,24 @@ class VllmSeat:
         process = EngineProcess(self.lending.engine)
         try:
             worker = await process.start()
-            if self._weights is not None:
-                await worker.stage(self._weights.version, self._weights.folder)
-                await worker.commit(self._weights.version)
+            await self._give_back(worker)
         except BaseException:
             await process.close()
             raise
         self._process, self._worker = process, worker
         self._tally.started(engine_facts(worker.status()))
         self._beat()
+
+    async def _give_back(self, worker: VllmWorker) -> None:
+        """The weights that the engine before had. If they are gone it says what it runs, and is sent them again."""
+        if self._weights is None:
+            return
+        try:
+            await worker.stage(self._weights.version, self._weights.folder)
+            await worker.commit(self._weights.version)
+        except ModelError as error:
+            logger.warning("version `%s` cannot be given to the new engine: %s", self._weights.version, error.what)
+            self._weights = None
 
     async def _keep(self) -> None:
         deaths, born_s = 0, time.monotonic()

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,6 +31,7 @@ from rose.rollout.messages import NewVersion, VersionReady
 from rose.rollout.runner import AgentEngine
 
 if TYPE_CHECKING:
+    from rose.weights.metrics import ReceiveMetrics
     from rose.weights.receive import Received, Receiver
 
 logger = logging.getLogger("rose.agent")
@@ -49,17 +50,15 @@ class Arrived:
     folder: str
     hash: str
     received: Received | None = None
+    size_bytes: int = 0  # read from the relay for it
     seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def size_bytes(self) -> int:
-        return 0 if self.received is None else self.received.size_bytes
 
 
 class Arrivals:
     """Where weights arrive. All of it happens in one thread, which is not the loop's."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: ReceiveMetrics) -> None:
+        self._metrics = metrics
         self._stopping = threading.Event()
         self._folder: Path | None = None
         self._receiver: Receiver | None = None
@@ -72,10 +71,10 @@ class Arrivals:
         """Raises RoseError; whatever runs is as it was."""
         return self._from_relay(wanted) if wanted.relay else self._in_folder(wanted)
 
-    def installed(self, arrived: Arrived, commit_s: float) -> None:
+    def installed(self, arrived: Arrived) -> None:
         """The engine runs these; get ready for the next ones."""
         if arrived.received is not None and self._receiver is not None:
-            self._receiver.installed(arrived.received, commit_s)
+            self._receiver.installed(arrived.received)
             self._remove(self._left)
             self._left.clear()
             self._receiver.prepare()
@@ -106,10 +105,16 @@ class Arrivals:
 
     def _from_relay(self, wanted: NewVersion) -> Arrived:
         receiver = self._reached(wanted)
-        received = receiver.fetch(wanted.hash) or receiver.latest
+        held = receiver.latest
+        received = receiver.fetch(wanted.hash) or held
         if received is None:
             raise Unavailable(f"run `{wanted.run}` has published nothing in {wanted.relay}")
-        return Arrived(str(received.folder), received.hash, received, dict(received.seconds))
+        arrived = Arrived(str(received.folder), received.hash, received)
+        return (
+            arrived
+            if received is held
+            else replace(arrived, size_bytes=received.size_bytes, seconds=dict(received.seconds))
+        )
 
     def _reached(self, wanted: NewVersion) -> Receiver:
         """The receiver for this run in this relay; a new one gets a folder of its own."""
@@ -129,7 +134,7 @@ class Arrivals:
         self._count += 1
         folder = self._folder / f"{self._count}"
         patience = Patience(limit_s=PATIENCE_S, sleep_s=self._sleep)
-        self._receiver = Receiver(wanted.relay, wanted.run, folder=folder, patience=patience)
+        self._receiver = Receiver(wanted.relay, wanted.run, folder=folder, patience=patience, metrics=self._metrics)
         self._where, self._own = where, folder
         return self._receiver
 
@@ -154,10 +159,10 @@ class Arrivals:
 class Intake:
     """One per agent. `tell` goes to the gateway of the moment."""
 
-    def __init__(self, engine: AgentEngine) -> None:
+    def __init__(self, engine: AgentEngine, metrics: ReceiveMetrics) -> None:
         self.tell: Callable[[VersionReady], None] = lambda ready: None
-        self._engine = engine
-        self._arrivals = Arrivals()
+        self._engine, self._metrics = engine, metrics
+        self._arrivals = Arrivals(metrics)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights", initializer=_stand_back)
         self._wanted: NewVersion | None = None
         self._news = asyncio.Event()
@@ -195,6 +200,7 @@ class Intake:
             arrived = await self._aside(lambda: self._arrivals.bring(wanted))
             commit_s = await self._swap(wanted, arrived) if self._wanted == wanted else None
         except Exception as error:
+            self._metrics.failed(error)
             logger.warning("version `%s` cannot be taken, the old one runs on: %s", wanted.version, error)
             if self._wanted == wanted:
                 self.tell(VersionReady(wanted.version, engine_messages.fault_of(error)))
@@ -202,11 +208,12 @@ class Intake:
         if commit_s is None:
             return  # a newer one came meanwhile
         self._committed = (wanted.version, arrived.hash)
+        self._metrics.swapped(arrived.seconds["stage"], commit_s)
         self.tell(
             VersionReady(wanted.version, None, arrived.hash, arrived.size_bytes, arrived.seconds | {"commit": commit_s})
         )
         try:
-            await self._aside(lambda: self._arrivals.installed(arrived, commit_s))
+            await self._aside(lambda: self._arrivals.installed(arrived))
         except Exception as error:  # it is done again before the next version is brought
             logger.warning("getting ready for the version after `%s` failed: %s", wanted.version, error)
 
@@ -221,6 +228,8 @@ class Intake:
         arrived.seconds["stage"] = time.perf_counter() - begin_s
         if self._wanted != wanted:
             return None
+        if self._committed[0] == wanted.version:  # by an engine that is gone; of this one nothing is known yet
+            self._committed = ("", "")
         begin_s = time.perf_counter()
         await self._engine.ask(engine_messages.Commit(wanted.version))
         return time.perf_counter() - begin_s

@@ -15,18 +15,19 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import aiohttp
-import msgspec
 
 from rose.errors import RoseError
+from rose.observe.metrics import Metrics
 from rose.rollout.agent import PAUSE_FIRST_S, PAUSE_LONGEST_S, SILENCE_S, AgentSettings, Dismissed, GatewaySession
-from rose.rollout.messages import Beat, decode_to_gateway, encode
 from rose.rollout.weights import Arrivals, Intake
 from rose.sim.gate import Gate
 from rose.sim.handle import SimulatedHandle
 from rose.sim.story import Story
 from rose.sim.wire import Frame, Place, Wire
+from rose.weights.metrics import ReceiveMetrics
 
 PING, PONG = b"ping", b"pong"
+UNSEEN = ReceiveMetrics(Metrics(process_facts=False))  # nobody looks at a simulated device's figures
 CONNECT_S = 5.0  # how long one waits for a connection that nobody refuses
 Result = TypeVar("Result")
 
@@ -67,7 +68,6 @@ class Connection:
     async def send_bytes(self, frame: bytes) -> None:
         wire = self._wire
         assert wire is not None
-        frame = self._agent.stamped(frame)
         self._agent.gate.enter(lambda: wire.up.send(frame))
 
     async def receive(self) -> aiohttp.WSMessage:
@@ -116,7 +116,7 @@ class _VirtualIntake(Intake):
     """Weights arrive after a while."""
 
     def __init__(self, engine: SimulatedHandle, arrivals: Arrivals, seconds: Callable[[], float]) -> None:
-        super().__init__(engine)
+        super().__init__(engine, UNSEEN)
         self._thread.shutdown()
         self._thread = cast(Any, _Inline())
         self._arrivals, self._seconds = arrivals, seconds
@@ -141,13 +141,13 @@ class SimulatedAgent:
     ) -> None:
         self.name, self.gate, self.place, self.accept = settings.name, gate, Place(), accept
         self.has_no_power = False
-        self.clock_off_s = 0.0  # by which its clock has jumped since the last beat
+        self.clock_off_s = 0.0  # by which its clock has jumped
         self.loading_s = (0.05, 0.4)
         self._settings, self._handle, self._arrivals = settings, handle, arrivals
         self._chance, self._story = chance, story
-        self._last_beat = (0.0, 0)
 
     async def run(self) -> None:
+        self._handle.attach()
         intake = _VirtualIntake(self._handle, self._arrivals(), lambda: self._chance.uniform(*self.loading_s))
         taking = asyncio.create_task(intake.run())
         try:
@@ -161,7 +161,9 @@ class SimulatedAgent:
         while True:
             began_s = loop.time()
             try:
-                await GatewaySession(self._handle, self._settings, intake).run(http)
+                await GatewaySession(self._handle, self._settings, intake, lambda: loop.time() + self.clock_off_s).run(
+                    http
+                )
             except Dismissed as word:
                 self._story.tell(self.name, f"is sent away: {word}")
                 return
@@ -171,17 +173,3 @@ class SimulatedAgent:
                 pause_s = PAUSE_FIRST_S
             await asyncio.sleep(pause_s * self._chance.uniform(0.5, 1.0))
             pause_s = min(PAUSE_LONGEST_S, 2 * pause_s)
-
-    def stamped(self, frame: bytes) -> bytes:
-        """Beats tell the rate by the device's own clock, which is a virtual one and may jump."""
-        said = decode_to_gateway(frame)
-        if not any(isinstance(message, Beat) for message in said):
-            return frame
-        return encode([self._stamped(message) if isinstance(message, Beat) else message for message in said])
-
-    def _stamped(self, beat: Beat) -> Beat:
-        now_s, tokens = asyncio.get_running_loop().time(), self._handle.facts.generated_tokens
-        last_s, before = self._last_beat
-        self._last_beat = now_s, tokens
-        seconds, self.clock_off_s = now_s - last_s + self.clock_off_s, 0.0
-        return msgspec.structs.replace(beat, tokens_per_s=max(0, tokens - before) / max(1e-9, seconds))

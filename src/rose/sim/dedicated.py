@@ -17,6 +17,7 @@ class DedicatedDevice(SimulatedHandle):
     def __init__(self, agents_gate: Gate, chance: random.Random, kv_blocks: int) -> None:
         self._chance, self._kv_blocks = chance, kv_blocks
         self._plan: StepPlan | None = None
+        self._step_s = 0.0
         self.slower = 1.0  # than it should be
         super().__init__(agents_gate)
 
@@ -27,8 +28,9 @@ class DedicatedDevice(SimulatedHandle):
         self._plan = self.engine.plan(WIDE)
         if self._plan is None:
             return None
-        return self.slower * self.engine.cost_s(self._plan) * self._chance.lognormvariate(0, 0.05)
+        self._step_s = self.slower * self.engine.cost_s(self._plan) * self._chance.lognormvariate(0, 0.05)
+        return self._step_s
 
     def _end_step(self, now_s: float) -> None:
         assert self._plan is not None
-        self.tell(self.engine.step(self._plan))
+        self.tell(self.engine.step(self._plan), self._plan.features.new_tokens, self._step_s)

@@ -10,6 +10,8 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
 from rose.sim.dedicated import DedicatedDevice
 from rose.sim.gateway import SimulatedGateway
@@ -19,6 +21,8 @@ from rose.sim.scenario import Scenario
 from rose.sim.shelf import Shelf
 from rose.sim.story import Story
 from rose.sim.wire import Weather
+
+START_TRIES = 20
 
 
 @dataclass(slots=True)
@@ -109,14 +113,15 @@ class Trouble:
         """All borrowed devices at once: users come, or the owners want them back."""
         lent = [machine for machine in self.machines if isinstance(machine.handle, LentDevice)]
         is_order, seconds = self.chance.random() < 0.5, self.chance.uniform(0.5, 6.0)
+        action: Literal["pause", "drain"] = "pause" if self.chance.random() < 0.3 else "drain"
         for machine in lent:
             assert isinstance(machine.handle, LentDevice)
             if not machine.is_whole:
                 continue
             if is_order:
-                self.story.tell(machine.name, f"owner wants it back for {seconds:.2f} s")
-                machine.handle.reclaim("the owner wants it")
-                self.for_a_while(seconds, machine.handle.lend_again)
+                self.story.tell(machine.name, f"owner says {action}, for {seconds:.2f} s")
+                machine.handle.control(action)
+                self.for_a_while(seconds, partial(machine.handle.control, "resume"))
             else:
                 requests = self.chance.randint(4, 16)
                 self.story.tell(machine.name, f"gets {requests} users at once")
@@ -126,7 +131,14 @@ class Trouble:
         """The operator sends a worker away, and later somebody starts it again."""
         machine = self._machine()
         self.gateway.drain(machine.name)
-        self.for_a_while(self.chance.uniform(1.0, 6.0), machine.start)
+        self.for_a_while(self.chance.uniform(1.0, 6.0), lambda: self._start_again(machine))
+
+    def _start_again(self, machine: Machine, tries: int = START_TRIES) -> None:
+        """It may not have heard yet that it is to leave, or never hear it."""
+        if machine.was_sent_away:
+            machine.start()
+        elif tries:
+            self.for_a_while(1.0, lambda: self._start_again(machine, tries - 1))
 
     # Weights
 
@@ -138,17 +150,14 @@ class Trouble:
         self.for_a_while(self.chance.uniform(2.0, 15.0), lambda: setattr(machine.agent, "loading_s", before))
 
     def lie(self) -> None:
-        """A worker that takes a new version's name, and not its weights.
-
-        Only where no turn is under way while weights change: what a worker says between its swap and its first word
-        about it has no hash that it could be judged by.
-        """
-        if not self.scenario.is_strict:
-            return
-        name = self._machine().name
+        """A worker that takes a new version's name, and not its weights; and it takes its time to tell their hash."""
+        machine = self._machine()
+        name, handle = machine.name, machine.handle
         self.shelf.liars.add(name)
+        handle.reply_s = self.chance.choice([0.0, 0.3, 1.0])
         self.story.tell(name, "lies about its weights")
         self.for_a_while(self.chance.uniform(2.0, 15.0), lambda: self.shelf.liars.discard(name))
+        self.for_a_while(self.chance.uniform(2.0, 15.0), lambda: setattr(handle, "reply_s", 0.0))
 
     def close_relay(self) -> None:
         self.shelf.relay.is_closed = True

@@ -22,12 +22,14 @@ from rose.rollout.books import STOOD_STILL_S, Books
 from rose.rollout.gateway import TICK_S, TICK_S_MIN, News, Settling
 from rose.rollout.joining import COME_BACK_S
 from rose.rollout.messages import (
+    Activate,
     Beat,
     Cancel,
     Evict,
     Join,
     Leave,
     NewVersion,
+    Park,
     ToAgent,
     ToGateway,
     Turn,
@@ -50,6 +52,8 @@ from rose.sim.story import Story, Violation
 from rose.sim.wire import Frame, Place, Wire
 
 MODEL = "simulated"
+IDLE_S = 10.0  # of return_after_s: longer ones may not be over when a world ends
+CAP_S = 1.0  # to tell a member that it is one too many
 
 Answer = TypeVar("Answer")
 
@@ -103,6 +107,9 @@ class SimulatedGateway:
             idle_s=scenario.idle_s,
             max_staleness=scenario.max_staleness,
             router=scenario.router,
+            borrowed_max=scenario.borrowed_max,
+            dedicated_max=scenario.dedicated_max,
+            return_after_s=scenario.return_after_s,
         )
 
     def books(self, ledger: WatchedLedger) -> Books:
@@ -158,6 +165,9 @@ class SimulatedGateway:
         books = self._living()
         if books.scheduler.waiting or books.scheduler.running:
             raise Violation(f"{books.scheduler.waiting} turns wait and {books.scheduler.running} run when all is done")
+        for member in books.pool:
+            if member.kind == "borrowed" and member.place != "parked" and self._scenario.return_after_s < IDLE_S:
+                raise Violation(f"{member.name} was not given back, and nobody has asked for a turn for a while")
 
     def _settling(self, life: int) -> Callable[[bool], None]:
         settling = Settling(self._ledger)
@@ -178,6 +188,7 @@ class SimulatedGateway:
         if self._books is not None and self._life == life:
             self._notice_gap()
             self._books.tick(self._loop.time())
+            self._check_caps()
             self._look()
             self._tick_later(life)
 
@@ -197,6 +208,19 @@ class SimulatedGateway:
         counts = self._living().scheduler.counts
         self.counts.update({name: getattr(counts, name) for name in type(counts).__slots__})
         self.counts["restarts"] = self._life - 1
+        provisioning = self._living().provisioning
+        self.counts.update(borrows=provisioning.borrows, returns=provisioning.returns)
+
+    def _check_caps(self) -> None:
+        """A member that has joined since is told soon enough."""
+        caps = {"borrowed": self._scenario.borrowed_max, "dedicated": self._scenario.dedicated_max}
+        now_s = self._loop.time()
+        for kind, most in caps.items():
+            used = [
+                m for m in self._living().pool if m.kind == kind and m.is_wanted and m.is_offered and not m.draining
+            ]
+            if most is not None and sum(now_s - max(m.joined_s, m.opened_s) > CAP_S for m in used) > most:
+                raise Violation(f"{len(used)} {kind} workers are used, {most} are allowed")
 
     def _look(self) -> None:
         """After everything that happens."""
@@ -265,6 +289,10 @@ class SimulatedGateway:
     def _send(self, link: Link, message: ToAgent) -> None:
         match message:
             case Turn():
+                member = link.member
+                assert member is not None
+                if not (member.is_wanted and member.is_offered and member.gate_open):
+                    raise Violation(f"{link.name} gets turn {message.ticket}, and is not to have any")
                 self._judge.placed(message.request, message.ticket)
                 tokens = len(message.request.partial.token_ids)
                 self._story.tell("gateway", f"places {message.ticket} on {link.name}, {tokens} tokens known")
@@ -272,6 +300,8 @@ class SimulatedGateway:
                 self._story.tell("gateway", f"{type(message).__name__.lower()}s {message.ticket} on {link.name}")
             case NewVersion():
                 self._story.tell("gateway", f"tells {link.name} of version {message.version}")
+            case Activate() | Park():
+                self._story.tell("gateway", f"{type(message).__name__.lower()}s {link.name}: {message.why}")
         link.put(message)
 
     def _hung_up(self, link: Link) -> None:

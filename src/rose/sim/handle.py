@@ -39,7 +39,10 @@ class SimulatedHandle:
     def __init__(self, agents_gate: Gate) -> None:
         self.gave_up: asyncio.Future[Unavailable] = asyncio.get_running_loop().create_future()
         self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
+        self.on_lending: Callable[[], None] = lambda: None
+        self.lending_status: messages.LendingStatus | None = None
         self.gate = Gate()
+        self.reply_s = 0.0  # until the agent's process has read an answer, while steps go on
         self.trouble: Unavailable | None = None
         self._agents_gate, self._has_died = agents_gate, False
         self._mailboxes: dict[str, Mailbox] = {}
@@ -52,6 +55,9 @@ class SimulatedHandle:
 
     def _fresh(self) -> LawfulEngine:
         raise AssertionError("a device says what its engine is")
+
+    def attach(self) -> None:
+        """An agent's process has come."""
 
     # What the agent holds
 
@@ -83,6 +89,7 @@ class SimulatedHandle:
             self._asked.append(done)
             self._between_steps(lambda: self._obey(command, done))
             await done
+            await asyncio.sleep(self.reply_s)
         return messages.Reply(0, self._facts)
 
     async def close(self) -> None:
@@ -188,12 +195,15 @@ class SimulatedHandle:
             return
         if isinstance(command, messages.Evict):
             self._evict(command.request_id)
+        elif isinstance(command, messages.Want):
+            self._want(command.is_wanted)
         elif isinstance(command, messages.Commit):
             if self._staged is None or self._staged[0] != command.version:
                 done.set_exception(RequestRefused(f"version {command.version!r} is not staged"))
                 return
             self._commit(*self._staged)
         self._facts = self.engine.facts()
+        self._tell_lending()
         done.set_result(None)
 
     def _commit(self, version: str, weights: int) -> None:
@@ -211,17 +221,23 @@ class SimulatedHandle:
     def _swapped(self) -> None:
         """New weights run from here on."""
 
-    def tell(self, events: Sequence[TokenEvent]) -> None:
-        """The agent's process, if it goes on, hears of what a step added."""
-        facts = self.engine.facts()
-        self._agents_gate.enter(lambda: self._told(tuple(events), facts))
+    def _want(self, is_wanted: bool) -> None:
+        """Whether there is work for it; only a lent device minds."""
 
-    def _told(self, events: tuple[TokenEvent, ...], facts: EngineFacts) -> None:
-        self._facts = facts
+    def _tell_lending(self) -> None:
+        """How it is lent, if it is."""
+
+    def tell(self, events: Sequence[TokenEvent], tokens: int = 0, seconds: float = 0.0) -> None:
+        """The agent's process, if it goes on, hears of what a step added."""
+        stepped = messages.Stepped(tuple(events), self.engine.facts(), tokens, seconds)
+        self._agents_gate.enter(lambda: self._told(stepped))
+
+    def _told(self, stepped: messages.Stepped) -> None:
+        self._facts, events = stepped.facts, stepped.events
         for event in events:
             mailbox = self._mailboxes.get(event.request_id)
             if mailbox is not None:
                 mailbox.put(event)
                 if event.finish_reason is not None:
                     del self._mailboxes[event.request_id]
-        self.on_step(messages.Stepped(events, facts))
+        self.on_step(stepped)

@@ -46,6 +46,10 @@ class LawfulEngine(SimulatedEngine):
     def __init__(self, profile: StepProfile, **options: Any) -> None:
         super().__init__(profile, vocabulary=VOCABULARY, eos_token_ids=EOS, **options)
         self.weights = 0
+        self.weights_bytes = 0
+
+    def release_weights(self) -> None:
+        """They take no memory."""
 
     def _draw(self, live: LiveRequest) -> Sampled:
         return Sampled(*drawn(live.request.sampling.seed, len(live.token_ids), self.weights))

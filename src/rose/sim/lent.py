@@ -1,20 +1,26 @@
 """A borrowed device in virtual time: it serves users, and the real lender decides what is left for rollouts.
 
-Lender, admission, memory policy and page pool are the executor's own objects; only time and traffic are made up. What
-they promise serving is checked at every lent step and for every request that was served.
+Lender, admission, memory policy, page pool, the guest and the owner's controls are the executor's own objects; only
+time and traffic are made up. What they promise serving is checked at every lent step and for every request that was
+served.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, cast
 
 from rose.core.admission import Admission, LendingLimits, Mode
 from rose.core.memory import MemoryPolicy
 from rose.core.slo import Budgets
+from rose.coserve import messages
+from rose.coserve.guest import Guest
 from rose.coserve.lending import Lender, NextStep
+from rose.coserve.owner import Owner
 from rose.coserve.pages import PagePool
+from rose.coserve.port import CLOSED_RETRY_S, Port
 from rose.coserve.tenancy import SharedMemory
 from rose.engines.base import Budget, Request, Sampling, TokenEvent
 from rose.engines.simulated import SimulatedEngine
@@ -44,6 +50,14 @@ class Lending:
     until_s: float
 
 
+class Seat:
+    """What a guest needs of whoever speaks for it."""
+
+    def __init__(self, evicted: Callable[[Sequence[TokenEvent]], None], tell: Callable[[], None]) -> None:
+        self.closed, self.source = "", None
+        self.send_evicted, self.tell_lending = evicted, tell
+
+
 class LentDevice(SimulatedHandle):
     """Its serving side goes on whatever becomes of the agent's process; what kills the engine kills both."""
 
@@ -57,8 +71,8 @@ class LentDevice(SimulatedHandle):
         self._begin_s = self._now_s = 0.0
         self._memory: SharedMemory | None = None
         self._models = model_of("cpu", SERVING_SLOWER, NOISE), model_of("cpu-frozenlake-1m", ROLLOUT_SLOWER, NOISE)
-        self._wanted_back: Unavailable | None = None
         super().__init__(agents_gate)
+        self.lending_status = self._owner.status()
 
     def _fresh(self) -> LawfulEngine:
         self.close_memory()
@@ -74,8 +88,11 @@ class LentDevice(SimulatedHandle):
         serving = SimulatedEngine(slowed("cpu", SERVING_SLOWER), pool=memory.serving.memory.pool)
         rollout = LawfulEngine(slowed("cpu-frozenlake-1m", ROLLOUT_SLOWER), pool=memory.rollout.memory.pool)
         self.lender = Lender(serving, rollout, self._admission, serving_budget=WIDE)
-        memory.stretch = self.lender.stretch
-        memory.lend_to(rollout.scheduler, self._evicted)
+        self._guest = Guest(
+            self.lender, rollout, memory, folder="", budget=WIDE, now_s=lambda: self._now_s, wake=self._awake.set
+        )
+        self._guest.port = cast(Port, Seat(self._evicted, self._tell_lending))
+        self._owner = Owner(self.lender, self._guest, memory, lambda: self._now_s)
         self._here.clear()
         return rollout
 
@@ -95,17 +112,18 @@ class LentDevice(SimulatedHandle):
 
     # The owner
 
-    def reclaim(self, why: str) -> None:
-        """The owner wants the whole device now: rollouts are handed back and none is taken."""
-        self.trouble = self._wanted_back = Unavailable(why)
-        self.lender.stop(why)
-        self._between_steps(self._hand_back)
+    def control(self, action: Literal["pause", "drain", "resume"]) -> None:
+        """The owner's word. One that comes while there is no engine is lost, as on a real device."""
+        if self.trouble is None:
+            self._between_steps(lambda: self._owner.obey(messages.Control(action)))
 
-    def lend_again(self) -> None:
-        if self.trouble is self._wanted_back:  # and not that the engine has died meanwhile
-            self.trouble = None
-        self.lender.resume()
-        self._awake.set()
+    def attach(self) -> None:
+        if self.trouble is None:
+            self._between_steps(lambda: self._want(True))
+
+    def restart(self) -> None:
+        super().restart()
+        self.lending_status = self._owner.status()
 
     def spike(self, requests: int, now_s: float) -> None:
         """Many long prompts at once."""
@@ -122,7 +140,8 @@ class LentDevice(SimulatedHandle):
         self._now_s = now_s
         self._take_arrivals(now_s)
         assert self._memory is not None
-        self._memory.observe()
+        if self._guest.is_here:
+            self._memory.observe()
         before = self.lender.serving.facts().preemptions
         step = self._step = self.lender.next_step(now_s)
         if self.lender.serving.facts().preemptions > before:
@@ -131,6 +150,7 @@ class LentDevice(SimulatedHandle):
             return None
         if step.side == "rollout":
             assert not self.lender.stopped, "a lent step on a device that its owner has taken back"
+            assert self._guest.is_here, "a lent step of a model that is parked"
             check_lent_step(step, self._admission, self._here.values(), now_s)
         engine = self.lender.serving if step.side == "serving" else self.lender.rollout
         self._begin_s = now_s
@@ -152,7 +172,7 @@ class LentDevice(SimulatedHandle):
         for served in self._here.values():
             served.step_lent(self._begin_s, now_s)
             assert served.lent_steps <= 1, "a user's prompt waited for more than one step of a rollout"
-        self.tell(events)
+        self.tell(events, step.plan.features.new_tokens, now_s - self._begin_s)
 
     def _wait_s(self, now_s: float) -> float | None:
         waits = [max(0.0, self._coming[-1][0] - now_s)] if self._coming else []
@@ -180,15 +200,28 @@ class LentDevice(SimulatedHandle):
 
     # Rollouts
 
+    def _add(self, request: Request) -> None:
+        mailbox = self._mailboxes.get(request.request_id)
+        if self._guest.closed and mailbox is not None:
+            del self._mailboxes[request.request_id]
+            mailbox.fail(Unavailable(self._guest.closed, retry_after_s=CLOSED_RETRY_S))
+            return
+        super()._add(request)
+
+    def _want(self, is_wanted: bool) -> None:
+        self._guest.want(is_wanted)
+
     def _evicted(self, events: Sequence[TokenEvent]) -> None:
         self.evictions += len(events)
         self.tell(events)
 
-    def _hand_back(self) -> None:
-        scheduler = self.lender.rollout.scheduler
-        names = [live.request.request_id for live in [*scheduler.running, *scheduler.waiting(1 << 20)]]
-        for name in names:
-            self._evict(name)
+    def _tell_lending(self) -> None:
+        status = self._owner.status()
+        self._agents_gate.enter(lambda: self._hear_lending(status))
+
+    def _hear_lending(self, status: messages.LendingStatus) -> None:
+        self.lending_status = status
+        self.on_lending()
 
     def _swapped(self) -> None:
         assert self._memory is not None

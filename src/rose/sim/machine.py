@@ -35,6 +35,11 @@ class Machine:
     def is_whole(self) -> bool:
         return self._agent_task is not None and self._engine_task is not None
 
+    @property
+    def was_sent_away(self) -> bool:
+        """Its agent has left by itself, for good."""
+        return self._agent_task is not None and self._agent_task.done()
+
     def start(self) -> None:
         """Whatever of it does not run."""
         is_agent_gone = self._agent_task is None or self._agent_task.done()

@@ -40,6 +40,9 @@ class Scenario:
     vanishing: float  # share of players that never come back
     faults_per_s: float
     router: RouterKind
+    borrowed_max: int | None  # the user's caps
+    dedicated_max: int | None
+    return_after_s: float
 
     @property
     def is_strict(self) -> bool:
@@ -80,4 +83,7 @@ def random_scenario(seed: int, minutes: float = MINUTES) -> Scenario:
         vanishing=chance.choice([0.0, 0.0, 0.0, 0.05]),
         faults_per_s=chance.choice([0.0, 0.2, 0.5, 1.0, 1.0]),
         router=chance.choice(["cost", "cost", *ROUTER_KINDS]),
+        borrowed_max=chance.choice([None, None, None, 1, 2]),
+        dedicated_max=chance.choice([None, None, None, 1]),
+        return_after_s=chance.choice([0.5, 2.0, 30.0]),
     )

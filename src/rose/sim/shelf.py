@@ -14,6 +14,7 @@ import numpy as np
 from rose.errors import Unavailable
 from rose.rollout.messages import NewVersion
 from rose.rollout.weights import Arrivals, Arrived
+from rose.sim.agent import UNSEEN
 from rose.sim.handle import folder_of
 from rose.weights.chain import Patience
 from rose.weights.publish import Publisher
@@ -85,7 +86,7 @@ class ShelfArrivals(Arrivals):
     """Where one agent's weights arrive."""
 
     def __init__(self, shelf: Shelf, name: str) -> None:
-        super().__init__()
+        super().__init__(UNSEEN)
         self._shelf, self._name = shelf, name
         self._chain = Receiver(shelf.relay, RUN, secret=SECRET, patience=AT_ONCE)
 
@@ -97,7 +98,7 @@ class ShelfArrivals(Arrivals):
             return Arrived(folder_of(weights - 1), self._shelf.hash_of(weights - 1))
         return Arrived(folder_of(weights), received.hash, received)
 
-    def installed(self, arrived: Arrived, commit_s: float) -> None:
+    def installed(self, arrived: Arrived) -> None:
         if arrived.received is not None:
             self._chain.installed(arrived.received)
             self._chain.prepare()

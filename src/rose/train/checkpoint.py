@@ -3,8 +3,9 @@
     step-000012/
       config.json, tokenizer.json, ...   as in the folder the job began with
       model.safetensors                  the weights in bf16, for engines
-      trainer/state.safetensors          the same weights in fp32, and the optimiser's moments
-      trainer/state.json                 step, guards, the digest of the file above, and what the job adds
+      trainer/state.safetensors          the same weights in fp32, the optimiser's moments, and both once more as
+                                         they were before the last healthy batch, to which a starved job goes back
+      trainer/state.json                 step, guards, digests of the files above, and what the job adds
 
 A checkpoint is written under another name, read back and compared, and only then given its own: who finds one finds
 it whole, after a crash and on a full disk too. Nothing in it is a pickle.
@@ -12,8 +13,6 @@ it whole, after a crash and on a full disk too. Nothing in it is a pickle.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,15 +28,16 @@ from safetensors.numpy import load_file
 
 from rose.errors import ModelError, Unavailable
 from rose.models.bits import to_bf16
-from rose.models.files import Keys, read_object, sibling_name
+from rose.models.files import sibling_name
 from rose.models.spec import read_spec
 from rose.models.tensors import SINGLE, check, open_tensors
 from rose.models.writer import Storage, write_tensors
+from rose.train.checkpoint_state import STATE_FOLDER, STATE_TENSORS, read_state, write_state
 from rose.train.model import CausalModel
 from rose.train.step import Snapshot, Trainer
 
-STATE_FOLDER, STATE_TENSORS, STATE_JSON = "trainer", "state.safetensors", "state.json"
 WEIGHT = "weight"
+HEALTHY = "healthy."  # before the kind of a tensor
 WEIGHT_FILES = (".safetensors", ".index.json", ".bin")
 
 
@@ -54,19 +54,16 @@ def save_checkpoint(
     """Model and trainer state. `extra` is the job's own, plain JSON values."""
     with _appearing(Path(out)) as fresh:
         _write_model(trainer.model, Path(source), fresh, "bf16")
-        _write_state(trainer, fresh / STATE_FOLDER, extra or {})
+        _write_state(trainer, fresh, extra or {})
     return Path(out)
 
 
 def load_checkpoint(trainer: Trainer, folder: Path | str) -> dict[str, Any]:
     """Put the trainer where the checkpoint was made; returns the job's extra. Raises ModelError."""
-    inner = Path(folder) / STATE_FOLDER
-    state = Keys(str(inner / STATE_JSON), read_object(inner / STATE_JSON))
-    tensors_file = inner / STATE_TENSORS
-    if not tensors_file.exists() or _digest(tensors_file) != state.text("sha256"):
-        hint = "take an earlier checkpoint"
-        raise ModelError(f"{tensors_file} is not the file its state.json was written with", hint=hint)
-    trainer.restore(_read_snapshot(tensors_file, trainer))
+    state = read_state(Path(folder))
+    now, healthy = _read_snapshots(Path(folder) / STATE_FOLDER / STATE_TENSORS, trainer)
+    trainer.restore(now)
+    trainer.healthy = healthy
     trainer.step = state.whole("step", minimum=0)
     trainer.learning_rate_factor = state.number("learning_rate_factor")
     trainer.spikes.norms.clear()
@@ -101,27 +98,45 @@ def _verify(folder: Path, arrays: Mapping[str, NDArray[np.float32]], dtype: Stor
 
 
 def _write_state(trainer: Trainer, folder: Path, extra: Mapping[str, Any]) -> None:
-    folder.mkdir()
-    arrays = {f"{WEIGHT}/{name}": array for name, array in trainer.model.arrays().items()}
-    for name, state in trainer.moments().items():
-        arrays |= {f"{key}/{name}": np.atleast_1d(value.numpy().astype(np.float32)) for key, value in state.items()}
-    write_tensors(folder / STATE_TENSORS, arrays, "f32")
-    state_json = {
+    (folder / STATE_FOLDER).mkdir()
+    arrays = _named(Snapshot(dict(trainer.model.weights), trainer.moments()), "")
+    if trainer.healthy is not None:
+        arrays |= _named(trainer.healthy, HEALTHY)
+    write_tensors(folder / STATE_FOLDER / STATE_TENSORS, arrays, "f32")
+    state = {
         "step": trainer.step,
         "learning_rate_factor": trainer.learning_rate_factor,
         "gradient_norms": list(trainer.spikes.norms),
         "starved_steps": trainer.starvation.starved_steps,
         "roll_backs": trainer.starvation.roll_backs,
-        "sha256": _digest(folder / STATE_TENSORS),
         "extra": dict(extra),
     }
-    (folder / STATE_JSON).write_text(json.dumps(state_json, indent=2) + "\n", encoding="utf-8")
+    write_state(folder, state)
 
 
-def _read_snapshot(file: Path, trainer: Trainer) -> Snapshot:
-    """Tensors are named KIND/NAME: the weight itself, and whatever the optimiser keeps of it."""
+def _named(snapshot: Snapshot, prefix: str) -> dict[str, NDArray[np.float32]]:
+    """Tensors as KIND/NAME: the weight itself, and whatever the optimiser keeps of it."""
+    arrays = {f"{prefix}{WEIGHT}/{name}": _plain(weight) for name, weight in snapshot.weights.items()}
+    for name, state in snapshot.moments.items():
+        arrays |= {f"{prefix}{key}/{name}": np.atleast_1d(_plain(value)) for key, value in state.items()}
+    return arrays
+
+
+def _plain(value: torch.Tensor) -> NDArray[np.float32]:
+    return value.detach().numpy().astype(np.float32, copy=False)
+
+
+def _read_snapshots(file: Path, trainer: Trainer) -> tuple[Snapshot, Snapshot | None]:
+    """What the trainer had, and what it goes back to when it starves."""
+    now: dict[str, NDArray[np.float32]] = {}
+    healthy: dict[str, NDArray[np.float32]] = {}
+    for name, array in _read_tensors(file).items():
+        (healthy if name.startswith(HEALTHY) else now)[name.removeprefix(HEALTHY)] = array
+    return _snapshot(file, now, trainer), _snapshot(file, healthy, trainer) if healthy else None
+
+
+def _snapshot(file: Path, tensors: Mapping[str, NDArray[np.float32]], trainer: Trainer) -> Snapshot:
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in trainer.model.weights}
-    tensors = _read_tensors(file)
     for full_name, array in tensors.items():
         kind, _, name = full_name.partition("/")
         if name not in found:
@@ -147,11 +162,6 @@ def _read_tensors(file: Path) -> dict[str, NDArray[np.float32]]:
         return load_file(file)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 @contextmanager

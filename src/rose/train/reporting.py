@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rose.core.staleness import version_number
 from rose.core.trajectory import Trajectory
 from rose.train.losses import LossResult
 
@@ -110,7 +111,7 @@ def staleness(written: Mapping[str, int], version: str | None = None) -> tuple[f
 
     The name of a version begins with its number: `12`, or `12-` and a hash.
     """
-    numbers = {name: _number(name) for name in [*written, *([version] if version else [])]}
+    numbers = {name: version_number(name) for name in [*written, *([version] if version else [])]}
     if not written or any(number is None for number in numbers.values()):
         return None, None
     known = {name: number for name, number in numbers.items() if number is not None}
@@ -118,8 +119,3 @@ def staleness(written: Mapping[str, int], version: str | None = None) -> tuple[f
     behind = {name: max(0, newest - known[name]) for name in written}
     mean = sum(behind[name] * tokens for name, tokens in written.items()) / sum(written.values())
     return mean, max(behind.values())
-
-
-def _number(version: str) -> int | None:
-    digits = version.partition("-")[0]
-    return int(digits) if digits.isascii() and digits.isdigit() else None

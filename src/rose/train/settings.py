@@ -19,10 +19,10 @@ class LossSettings:
     weight_max: float = setting(5.0, "cispo: the most that a ratio weighs", minimum=1)
     importance_max: float = setting(2.0, "truncates trainer / rollout probability of a token", minimum=1)
     sequence_importance_min: float = setting(
-        0.0, "sequences whose mean ratio is below are left out", minimum=0, maximum=1
+        0.5, "sequences whose mean ratio is below are left out", minimum=0, maximum=1
     )
     sequence_importance_max: float = setting(
-        0.0, "sequences whose mean ratio is above are left out; 0 keeps all", minimum=0
+        2.0, "sequences whose mean ratio is above are left out; 0 keeps all", minimum=0
     )
     kl_beta: float = setting(0.0, "weight of the divergence from the model the job began with; 0 has none", minimum=0)
 

@@ -64,7 +64,7 @@ class Trainer:
         self._optimiser = torch.optim.AdamW(
             model.parameters(), lr=self.settings.learning_rate, betas=ADAM_BETAS, weight_decay=0.0
         )
-        self._healthy: Snapshot | None = None
+        self.healthy: Snapshot | None = None
 
     def learn(
         self, groups: Sequence[Sequence[Trajectory]], counts: StepGroups | None = None, version: str | None = None
@@ -80,7 +80,7 @@ class Trainer:
         if not any(sample.advantage for sample in samples):
             return self._starved(total, refused)
         self.starvation.observe(len(groups))
-        self._healthy = self.snapshot()
+        self.healthy = self.snapshot()
         verdict, sums, norm = self._update_all(samples)
         written = tokens_by_version([sample.trajectory for sample in samples])
         stale_mean, stale_max = staleness(written, version)
@@ -155,7 +155,7 @@ class Trainer:
         batches = micro_batches(useful, self.settings.rows_max, self.settings.tokens_max)
         old = self._logprobs_of(self.model, batches) if self.settings.updates > 1 else None
         reference = self._logprobs_of(self.reference, batches) if self.reference is not None else None
-        before = self._healthy
+        before = self.healthy
         for _ in range(self.settings.updates):
             sums = self._accumulate(batches, old, reference)
             verdict, norm = self._apply(sums.loss, before or self.snapshot())
@@ -207,15 +207,15 @@ class Trainer:
 
     def _starved(self, total: int, refused: int) -> StepReport:
         verdict = self.starvation.observe(0)
-        if verdict == "stop" or (verdict == "roll_back" and self._healthy is None):
+        if verdict == "stop" or (verdict == "roll_back" and self.healthy is None):
             raise TrainingStarved(
                 f"no group of the last {self.settings.starved_steps_max} steps had anything to learn from "
                 f"(0 of {total} kept in the last one)",
                 hint="lower train.learning_rate, draw larger groups, or begin from a better warm start",
             )
         if verdict == "roll_back":
-            assert self._healthy is not None
-            self.restore(self._healthy)
+            assert self.healthy is not None
+            self.restore(self.healthy)
             self.learning_rate_factor *= ROLL_BACK_RATE_FACTOR
         name: Verdict = "rolled_back" if verdict == "roll_back" else "starved"
         return StepReport(self.step, name, 0, total, trajectories_refused=refused)

@@ -87,11 +87,17 @@ class Fleet:
         self.versions: dict[str, str] = {}
         self._order: list[tuple[bool, str]] = []
         self._rated_s = -1.0
+        self._roomy: set[int] = set()
         for name in (*FACTS, *BOOKS, *DERIVED):
             setattr(self, name, np.zeros(0))
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def is_full(self) -> bool:
+        """No worker has room for even the shortest turn, whether it takes turns now or not."""
+        return not self._roomy
 
     # Workers
 
@@ -148,6 +154,7 @@ class Fleet:
     def _renumber(self) -> None:
         self.names = [name for _, name in self._order]
         self.index = {name: row for row, name in enumerate(self.names)}
+        self._roomy = set((self.room_tokens >= 0).nonzero()[0].tolist())
 
     # Books
 
@@ -172,6 +179,7 @@ class Fleet:
         self.crowd_s[row] = crowd_s = self._crowding * decode_s / max(1.0, kv)
         self.token_s[row] = decode_s + crowd_s * held
         self.lasting_s[row] = crowd_s * (held + idle)
+        (self._roomy.add if room >= 0 else self._roomy.discard)(row)
 
     def learn_pace(self, row: int, taken_s: float, predicted_s: float) -> None:
         """A turn took so long, and was predicted to, of a worker that is as quick as it says."""
@@ -183,7 +191,7 @@ class Fleet:
         self.reclaims[row] = self.reclaims[row] * fade + reclaims
         self.exposure_s[row] = self.exposure_s[row] * fade + seconds
         self.told_s[row] = max(now_s, float(self.told_s[row]))
-        self._rate(slice(row, row + 1))
+        self._rate(row)
 
     def rate(self, now_s: float) -> None:
         """Let what is known of reclaims fade; by whole seconds, so that most decisions need not."""
@@ -192,7 +200,7 @@ class Fleet:
             self._rated_s = second
             self._rate(slice(None))
 
-    def _rate(self, rows: slice) -> None:
+    def _rate(self, rows: int | slice) -> None:
         history = self.history
         fade = np.exp2(np.minimum(0.0, self.told_s[rows] - self._rated_s) / history.half_life_s)
         seen = self.reclaims[rows] * fade + self.expected_per_s[rows] * history.exposure_s
@@ -203,3 +211,7 @@ class Fleet:
         able = self.closed_until_s <= now_s
         able &= self.gated_since_s >= now_s - gate_patience_s
         return able
+
+    def largest(self, now_s: float, gate_patience_s: float) -> float:
+        """Tokens of the largest turn that any of those could take, less than 0 if none could take one."""
+        return float(np.where(self.able(now_s, gate_patience_s), self.room_tokens, -1.0).max(initial=-1.0))

@@ -14,6 +14,7 @@ from rose.core.routers.fleet import Column, Fleet
 from rose.core.routers.views import Wait
 
 PAPER_TURNS_MAX = 16  # per worker, for Qwen3 at 32K of context
+PROMISED = Wait("all memory is promised to trajectories whose prefix is there", is_for_all=False)
 REDO_FIXED_S = 1.0  # to notice, to queue again and to begin elsewhere
 
 Chosen = tuple[int, str]
@@ -61,11 +62,14 @@ def by_cost(fleet: Fleet, turn: Outlook, able: Column, now_s: float, settings: C
         if turn.home >= 0:
             spare[turn.home] = room[turn.home]
         if not spare.any() and room.any():
-            return Wait("all memory is promised to trajectories whose prefix is there", is_for_all=False)
+            return PROMISED
         room = spare
-    row = int(np.where(room, costs_s(fleet, turn, now_s, settings), np.inf).argmin()) if len(room) else 0
-    if not len(room) or not room[row]:
+    rows = room.nonzero()[0]
+    if not len(rows):
         return full(able)
+    row = int(rows[0])
+    if len(rows) > 1:
+        row = int(np.where(room, costs_s(fleet, turn, now_s, settings), np.inf).argmin())
     return row, "it holds the prefix" if row == turn.home else "the least cost"
 
 

@@ -59,6 +59,7 @@ class Lent(msgspec.Struct, frozen=True):
     requests: int = 0  # of serving, that ended
     attained: int = 0  # of those, within both budgets
     missing: str = ""  # what must be seen before anything is lent
+    resting: str = ""  # why the circuit breaker has stopped lending for a while
     dry_run_tokens: int = 0
     dry_run_lent_s: float = 0.0
     dry_run_s: float = 0.0

@@ -229,6 +229,7 @@ class _Beside:
             requests=lending.requests,
             attained=lending.attained,
             missing=lending.serving.missing,
+            resting=(breaker.why_stopped(now_s) or "") if breaker is not None else "",
             dry_run_tokens=dry_run.tokens if dry_run is not None else 0,
             dry_run_lent_s=dry_run.lent_s if dry_run is not None else 0.0,
             dry_run_s=now_s - dry_run.since_s if dry_run is not None else 0.0,

@@ -19,6 +19,8 @@ from typing import Any
 from rose.errors import ModelError
 
 Array = Any  # a torch tensor
+TAKEN_BACK, NOT_STAGED = "was taken back", "is not staged"
+UNCHANGED = (TAKEN_BACK, NOT_STAGED)  # the words of an update that failed and left the weights as they were
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def apply(patch: Patch) -> None:
             raise ModelError(f"{wrong} numbers of version `{patch.version}` are not what was written")
     except Exception as error:
         _take_back(patch, error)
-        raise ModelError(f"version `{patch.version}` was taken back: {error}") from error
+        raise ModelError(f"version `{patch.version}` {TAKEN_BACK}: {error}") from error
 
 
 def _take_back(patch: Patch, why: Exception) -> None:

@@ -97,7 +97,8 @@ class _Gated:
     def _parked(self, state: State) -> bool:
         if self._alarm is not None:
             self._alarm.is_parked = True
-        if state != self._status.state or time.monotonic() - self._told_s > TELL_S:
+        is_news = state != self._status.state or self._gate.control_number != self._status.done
+        if is_news or time.monotonic() - self._told_s > TELL_S:  # the agent may wait for its word to be done
             self._tell(state)
         return False
 

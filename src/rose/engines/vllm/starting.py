@@ -26,6 +26,8 @@ IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 DEVICE = re.compile(r"cpu:\d+(-\d+)?|cuda:\d+")
 NICE = 10  # behind serving, wherever the kernel has a say
+USABLE = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()
+ON_CPU = {"--dtype": "float32", "--block-size": "32", "--distributed-executor-backend": IN_PROCESS}
 MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` command asks for a package name that CPU wheels have not
 
 
@@ -36,7 +38,7 @@ class RolloutEngine:
     model: Path
     device: str = "cpu:0"
     port: int = 0
-    max_context_tokens: int = 4096
+    max_context_tokens: int = 4096  # 0 takes the model's own
     max_sequences: int = 16
     step_tokens: int = 256  # the longest step is what a serving request may find in its way
     kv_memory_mb: int = 256
@@ -60,7 +62,6 @@ def command(engine: RolloutEngine) -> list[str]:
         "--served-model-name": "rollout",
         "--host": "127.0.0.1",
         "--port": str(engine.port),
-        "--max-model-len": str(engine.max_context_tokens),
         "--max-num-seqs": str(engine.max_sequences),
         "--max-num-batched-tokens": str(max(engine.step_tokens, engine.max_sequences)),
         "--kv-cache-memory-bytes": str(engine.kv_memory_mb << 20),
@@ -70,8 +71,10 @@ def command(engine: RolloutEngine) -> list[str]:
         "--worker-extension-cls": "rose.engines.vllm.weights.RoseWorker",
         "--logprobs-mode": "processed_logprobs",
     }
+    if engine.max_context_tokens:
+        flags["--max-model-len"] = str(engine.max_context_tokens)
     if engine.is_cpu:
-        flags |= {"--dtype": "float32", "--block-size": "32", "--distributed-executor-backend": IN_PROCESS}
+        flags |= ON_CPU
     switches = ["--enable-scale-out", "--no-async-scheduling", "--disable-uvicorn-access-log"]
     switches += ["--enforce-eager"] if engine.is_cpu else []
     return [engine.python, "-m", MODULE, *(word for pair in flags.items() for word in pair), *switches, *engine.extra]
@@ -97,7 +100,7 @@ def in_child(engine: RolloutEngine) -> Callable[[], None]:
 
     def prepare() -> None:
         os.setsid()
-        os.nice(NICE)
+        os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
         if cores is not None:
             os.sched_setaffinity(0, cores)
         library.prctl(DIE_WITH_PARENT, signal.SIGTERM)
@@ -112,7 +115,7 @@ def check(engine: RolloutEngine) -> None:
     if not (engine.model / "config.json").is_file():
         raise ConfigError(f"{engine.model} is not a model folder: it has no config.json")
     if engine.is_cpu:
-        missing = set(engine.cores) - os.sched_getaffinity(0)
+        missing = set(engine.cores) - USABLE
         if missing:
             raise ConfigError(f"core {min(missing)} of {engine.device} is not here or not for us", hint="see `nproc`")
 

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rose.engines.vllm.memory import KvMemory
-from rose.engines.vllm.patching import MixedWeights, Patch, Place, apply, compare, find_places
+from rose.engines.vllm.patching import NOT_STAGED, MixedWeights, Patch, Place, apply, compare, find_places
 from rose.engines.vllm.plugin import register
 from rose.errors import ModelError
 
@@ -93,7 +93,7 @@ class RoseWeights(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: RoseUpdate) -> None:
         patch = self._staged
         if patch is None or patch.version != update_info.version:
-            raise ModelError(f"version `{update_info.version}` is not staged")
+            raise ModelError(f"version `{update_info.version}` {NOT_STAGED}")
         self._staged = None  # whatever happens: it was compared with weights that change now
         apply(patch)
 

@@ -2,7 +2,9 @@
 
 Grants and KV budgets are written on the desk and done when the engine shows their number. Weights are staged while
 steps go on; to commit them the gate is closed, what was made before is waited for, so that every token is told under
-the version that made it, and the staged version is written in between two steps.
+the version that made it, and the staged version is written in between two steps. The gate stays closed whatever is
+granted meanwhile. A commit that failed is over only if the engine says that nothing has changed, or that what had was
+taken back; after any other answer nobody knows what it would run on, and the gate is not opened again.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import msgspec
 from rose.engines.base import EngineFacts, Request, TokenEvent, WorkerFacts
 from rose.engines.vllm.desk import Control, Sheet, Status, status_sheet
 from rose.engines.vllm.mapped import Torn
+from rose.engines.vllm.patching import UNCHANGED
 from rose.engines.vllm.talking import GENERATE, NAMED, body_of, chunks, refusal
 from rose.errors import ContextTooLong, ModelError, RequestRefused, RoseError, Unavailable
 
@@ -27,7 +30,6 @@ LOOK_S = 0.002  # between two looks at the desk
 OBEYED_S = 30.0  # the longest step of a sick device
 STAGED_S = 600.0
 GONE_S = 1.0
-MIXED = "cannot be taken back"  # in the words of an engine that must not run any more
 
 
 class _Live:
@@ -56,10 +58,12 @@ class VllmWorker:
         self._live: dict[str, _Live] = {}
         self._version = ""
         self._staged: str | None = None
+        self._is_swapping = False
         self._is_closed = False
         self._obeyed_s = time.monotonic()
         self.is_seeded = True  # whether the engine can take a request's seed
-        self.swap_s: float | None = None  # how long the last commit kept the gate closed
+        self._still_s = 0.0
+        self.swap_s: float | None = None  # how long the engine stood still for the last commit
 
     @classmethod
     async def attach(cls, url: str, desk: Path, control: Sheet[Control], is_running: Callable[[], bool]) -> VllmWorker:
@@ -146,7 +150,8 @@ class VllmWorker:
         """Write what is wanted from now on; the number says when it is done."""
         self._check_alive()
         self._control = msgspec.structs.replace(self._control, **changes)
-        return self._sheet.write(self._control)
+        shown = msgspec.structs.replace(self._control, tokens=0) if self._is_swapping else self._control
+        return self._sheet.write(shown)
 
     async def want(self, **changes: Any) -> None:
         """And wait until it is so."""
@@ -198,22 +203,36 @@ class VllmWorker:
     async def commit(self, version: str) -> None:
         if self._staged != version:
             raise RequestRefused(f"version `{version}` is not staged", hint="stage it first")
-        began_s, control = time.monotonic(), self._control
-        await self.want(tokens=0)
-        await self._all_told()
+        await self._call("/start_weight_update", None)
+        self._staged = None
         try:
-            await self._call("/start_weight_update", None)
-            self._staged = None
-            await self._call("/update_weights", {"update_info": {"version": version}})
-            await self._call("/finish_weight_update", {"weight_version": version})
+            await self._write(version)
         except RoseError as error:
-            if MIXED in error.what:  # the gate stays closed; whoever supervises the engine starts another
-                raise Unavailable(f"the rollout engine has mixed weights: {error.what}") from error
-            self.wish(tokens=control.tokens)
+            if not any(words in error.what for words in UNCHANGED):
+                raise Unavailable(f"it is not known which weights the rollout engine has: {error.what}") from error
+            await self._reopen()
             raise ModelError(error.what) from error
         self._version = version
-        await self.want(tokens=control.tokens)
-        self.swap_s = time.monotonic() - began_s
+        await self._reopen()
+
+    async def _write(self, version: str) -> None:
+        """What was staged, behind a closed gate."""
+        await self._stand_still()
+        await self._call("/update_weights", {"update_info": {"version": version}})
+        await self._call("/finish_weight_update", {"weight_version": version})
+
+    async def _stand_still(self) -> None:
+        """No step is under way, and every token that was made has come in."""
+        self._is_swapping = True
+        await self.want()
+        self._still_s = time.monotonic()
+        await self._all_told()
+
+    async def _reopen(self) -> None:
+        self._is_swapping = False
+        number = self.wish()
+        self.swap_s = time.monotonic() - self._still_s
+        await self._until(lambda status: status.done >= number, OBEYED_S, "obey")
 
     async def _all_told(self) -> None:
         """Every token that was made before has come in."""

@@ -2,13 +2,14 @@
 
 As in `rose.engines.embedded.compiling`, compiled functions are kept in a folder named after the digest of the sources
 they are made from, here those of this package: numba alone would notice a change in a function's own file only. The
-place is set around each decoration, because numba has one for the whole process.
+place is set around each decoration, because numba has one for the whole process. `rose doctor` fills it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,8 @@ import numba
 _njit: Any = numba.njit  # its published types leave out the options for wrappers
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+FOLDERS_KEPT = 8  # of other versions; each holds some megabytes
 
 
 @cache
@@ -31,7 +34,16 @@ def cache_folder() -> Path:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rose"
-    return caches / f"kernels-{digest.hexdigest()[:16]}"
+    return _without_old(caches / f"codec-{digest.hexdigest()[:16]}")
+
+
+def _without_old(folder: Path) -> Path:
+    """The folder; when it is about to be made, the oldest of other versions go."""
+    if not folder.exists() and folder.parent.exists():
+        others = sorted(folder.parent.glob("codec-*"), key=lambda place: place.stat().st_mtime, reverse=True)
+        for place in others[FOLDERS_KEPT:]:
+            shutil.rmtree(place, ignore_errors=True)
+    return folder
 
 
 def _compiled(function: Function, **options: Any) -> Function:

@@ -18,13 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from rose.weights.codec.format import (
     BLOCK_ELEMENTS,
     BLOCK_ELEMENTS_MAX,
-    PACKED_TOGETHER,
     Blocks,
     Body,
     CodecError,
@@ -116,13 +114,8 @@ def apply(
 
     def some(run: Sequence[int]) -> None:
         coder = make(kind, 0, False)
-        first = run[0]
-        while first <= run[-1]:
-            if _apply_together(coder, layout, first, run[-1], data, bits, start):
-                first += PACKED_TOGETHER
-            else:
-                _apply_block(coder, layout, first, data, bits, start, stop)
-                first += 1
+        for number in run:
+            _apply_block(coder, layout, number, data, bits, start, stop)
 
     _in_threads(some, numbers, threads)
 
@@ -133,19 +126,6 @@ def describe(payload: bytes | bytearray | memoryview) -> Description:
     full_bytes = layout.elements * layout.element_type.storage.itemsize
     return Description(layout.kind, layout.element_type, layout.elements, layout.block_elements, len(payload),
                        full_bytes, dict(modes))  # fmt: skip
-
-
-def _apply_together(
-    coder: Blocks, layout: Layout, number: int, last: int, data: memoryview, bits: Elements, start: int
-) -> bool:
-    """Several whole packed blocks at once, which is quicker; False if that cannot be done from this one on."""
-    together, after = getattr(coder, "apply_together", None), number + PACKED_TOGETHER
-    if together is None or after - 1 > last or layout.block_elements % 2 or layout.element_type.bits != 16:
-        return False
-    part = slice(number * layout.block_elements - start, after * layout.block_elements - start)
-    if part.start < 0 or part.stop > bits.size or np.any(layout.modes[number:after] != Mode.PACKED):
-        return False
-    return bool(together(data, layout.offsets[number : after + 1], bits[part], layout.block_elements))
 
 
 def _apply_block(

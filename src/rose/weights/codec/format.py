@@ -36,7 +36,10 @@ LOW_BITS_MAX = 24  # of a gap; a block has no more elements than that
 LARGE = 3  # the kind of step that is followed by a token of its own
 KINDS = 4  # a step of one, two or three ULPs, or a larger one
 SPARSE_HEAD_BYTES = 5  # number of changes, flags
-PACKED_TOGETHER = 4  # blocks decoded in step: each element's place depends on the one before, and a core would wait
+STREAMS = 4  # of a split block, decoded in step: where a code begins depends on the one before, and a core would wait
+SPLIT_HEAD_BYTES = 4 * (STREAMS - 1)  # the size of each stream but the last
+SPLIT_MANTISSA_BITS = 7  # bf16: with the sign they are a byte
+SPLIT_ELEMENTS_MIN = 512  # below, sizes and the ends of streams cost more than a percent
 CLASSES = 3  # of magnitudes, when changes are coded by class: two gain 18 %, three 24 %, four 26 %
 CONTEXT_HEAD_BYTES = 5 * CLASSES  # their number, the bounds between them, the size of each part
 CONTEXT_CHANGES_MIN = 64  # below, tables and sizes cost more than classes gain
@@ -66,6 +69,7 @@ class Mode(enum.IntEnum):
     FULL = 3
     PACKED = 4
     CONTEXT = 5
+    SPLIT = 6
 
 
 class ElementType(enum.IntEnum):

@@ -1,17 +1,21 @@
 """The fast implementation of single blocks: compiled, without Python's lock, with memory that is used again.
 
-An instance belongs to one thread. What `encode` returns is the caller's own.
+An instance belongs to one thread. What `encode` returns is the caller's own. Whatever is only read is handed on as
+read-only, since numba would compile everything once more for arrays that may be written.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rose.weights.codec import packing, unpacking
+from rose.weights.codec import packing, splitting, unpacking
 from rose.weights.codec.format import (
-    PACKED_TOGETHER,
+    SPLIT_ELEMENTS_MIN,
+    SPLIT_MANTISSA_BITS,
     Blocks,
     Body,
     Elements,
@@ -22,7 +26,6 @@ from rose.weights.codec.format import (
     typical_token_counts,
 )
 from rose.weights.codec.prefix_codes import Bytes, lengths_of
-from rose.weights.codec.prefix_codes import Numbers as Offsets
 
 
 @cache
@@ -43,31 +46,32 @@ class KernelBlocks(Blocks):
 
     def encode(self, base: Elements, new: Elements) -> tuple[Mode, Body]:
         mode, size = packing.encode_block(
-            base, new, *self.bits, self.contexts, *_typical(), self.positions, self.steps, self.symbols, self.out
-        )
+            _read_only(base), _read_only(new), *self.bits, self.contexts, *_typical(),
+            self.positions, self.steps, self.symbols, self.out,
+        )  # fmt: skip
         if mode == Mode.FULL:
             return self.encode_full(new)
         coded = Mode(mode), self.out[:size].tobytes()
         return smaller(coded, self.encode_full(new)) if 2 * size > new.nbytes else coded
 
     def encode_full(self, new: Elements) -> tuple[Mode, Body]:
-        mode, size = packing.encode_full_block(new, *self.bits, self.out)
+        if self.bits[0] == SPLIT_MANTISSA_BITS and len(new) >= SPLIT_ELEMENTS_MIN:
+            size = splitting.encode_split(_read_only(new), self.out)
+            return (Mode.SPLIT, self.out[:size].tobytes()) if size else (Mode.FULL, new.tobytes())
+        mode, size = packing.encode_full_block(_read_only(new), *self.bits, self.out)
         return Mode(mode), new.tobytes() if mode == Mode.FULL else self.out[:size].tobytes()
 
-    def apply_together(self, data: Body, offsets: Offsets, destination: Elements, elements: int) -> bool:
-        """As many PACKED blocks as `offsets` ends, each whole and of so many elements. False: try them one by one."""
-        return unpacking.apply_packed_together(
-            np.frombuffer(data, np.uint8), offsets, destination, elements, *self.bits
-        )
-
     def apply(self, mode: Mode, body: Body, destination: Elements, elements: int, first: int) -> bool:
-        data, last = np.frombuffer(body, np.uint8), first + len(destination)
+        data, last = _read_only(np.frombuffer(body, np.uint8)), first + len(destination)
         if mode == Mode.SPARSE:
             return unpacking.apply_sparse(data, destination, elements, first, last, *_typical())
         if mode == Mode.BITMAP:
             return unpacking.apply_bitmap(data, destination, elements, first, last, _typical()[1])
         if mode == Mode.PACKED:
             return unpacking.apply_packed(data, destination, elements, first, last, *self.bits)
+        if mode == Mode.SPLIT:
+            is_byte = self.bits[0] == SPLIT_MANTISSA_BITS
+            return is_byte and splitting.apply_split(data, destination, elements, first, last)
         if mode == Mode.CONTEXT:
             is_whole = len(destination) == elements
             return is_whole and unpacking.apply_context(data, destination, *self.bits, *_typical())
@@ -79,17 +83,22 @@ class KernelBlocks(Blocks):
         return True
 
 
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 def warm_up(element_type: ElementType = ElementType.BF16, *, to_encode: bool = False) -> None:
     """Compile what decodes, or load what an earlier start compiled: now, rather than under the first versions.
 
     No body here is a valid one; whoever decodes it says so.
     """
-    elements = 64
+    elements = SPLIT_ELEMENTS_MIN
     coder, held = KernelBlocks(element_type, elements), np.zeros(elements, element_type.storage)
     if to_encode:
         coder.encode(held, held + held.dtype.type(1))
         coder.encode_full(held)
+        coder.encode_full(held[1:])
     for mode in Mode:
         coder.apply(mode, bytes(8), held, elements, 0)
-    offsets = np.arange(PACKED_TOGETHER + 1) * 8
-    coder.apply_together(bytes(8 * PACKED_TOGETHER), offsets, np.tile(held, PACKED_TOGETHER), elements)

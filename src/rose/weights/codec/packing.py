@@ -31,6 +31,7 @@ from rose.weights.codec.prefix_codes import (
     Table,
     assign_codes,
     code_lengths,
+    dot,
     lengths_bits,
     put,
     put_lengths,
@@ -39,7 +40,7 @@ from rose.weights.codec.words import LANES, differing, leading_zeros, store_word
 
 Changes = NDArray[np.int32]
 
-UNCHANGED, SPARSE, BITMAP, FULL, PACKED, CONTEXT = (int(mode) for mode in Mode)
+UNCHANGED, SPARSE, BITMAP, FULL, PACKED, CONTEXT, _ = (int(mode) for mode in Mode)
 OUT_SLACK_BYTES = 64
 
 
@@ -106,14 +107,6 @@ def _classify(positions: Changes, steps: Changes, low: int, symbols: Bytes, coun
 
 
 @inner
-def _dot(counts: Numbers, lengths: Bytes) -> int:
-    total = 0
-    for i in range(counts.shape[0]):
-        total += counts[i] * lengths[i]
-    return total
-
-
-@inner
 def _far_count(counts: Numbers) -> int:
     total = 0
     for kind in range(KINDS):
@@ -124,8 +117,8 @@ def _far_count(counts: Numbers) -> int:
 @inner
 def _all_tokens(counts: Numbers, large: Numbers) -> Numbers:
     tokens = large.copy()
-    for kind in range(LARGE):
-        tokens[kind] = counts[kind * ROW : (kind + 1) * ROW].sum()
+    for symbol in range(LARGE * ROW):
+        tokens[symbol // ROW] += counts[symbol]
     return tokens
 
 
@@ -133,8 +126,8 @@ def _all_tokens(counts: Numbers, large: Numbers) -> Numbers:
 def _choose_lengths(counts: Numbers, given: Bytes, lengths: Bytes) -> tuple[int, bool]:
     """The cheaper of the given lengths and own ones that must be sent: bits in all, and whether they are own."""
     code_lengths(counts, lengths)
-    own = _dot(counts, lengths) + lengths_bits(lengths)
-    as_given = _dot(counts, given)
+    own = dot(counts, lengths) + lengths_bits(lengths)
+    as_given = dot(counts, given)
     if own < as_given:
         return own, True
     lengths[:] = given
@@ -309,7 +302,7 @@ def encode_full_block(new: Elements, mantissa: int, exponent: int, out: Bytes) -
         counts[(whole(new[i]) >> mantissa) & (symbols - 1)] += 1
     lengths, codes = np.empty(symbols, np.uint8), np.zeros(symbols, np.uint16)
     code_lengths(counts, lengths)
-    bits = lengths_bits(lengths) + _dot(counts, lengths) + elements * (mantissa + 1)
+    bits = lengths_bits(lengths) + dot(counts, lengths) + elements * (mantissa + 1)
     if (bits + 7) >> 3 >= full_bytes:
         return FULL, full_bytes
     assign_codes(lengths, codes)

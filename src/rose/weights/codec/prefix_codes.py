@@ -31,15 +31,23 @@ _FIRST_GUESS = 6
 
 @inner
 def code_lengths(counts: Numbers, lengths: Bytes) -> None:
-    """Optimal lengths of at most CODE_BITS_MAX; 0 for symbols that do not occur, 1 for a symbol all alone."""
+    """Optimal lengths of at most CODE_BITS_MAX; 0 for symbols that do not occur, 1 for a symbol all alone.
+
+    Keys are put in order by hand: they are at most 256, and numba's own sort takes seconds to compile.
+    """
     lengths[:] = 0
     keys = np.empty(counts.shape[0], np.int64)
     used = 0
     for symbol in range(counts.shape[0]):
         if counts[symbol]:
-            keys[used] = counts[symbol] * 256 + symbol
+            key = counts[symbol] * 256 + symbol
+            place = used
+            while place > 0 and keys[place - 1] > key:
+                keys[place] = keys[place - 1]
+                place -= 1
+            keys[place] = key
             used += 1
-    keys = np.sort(keys[:used])
+    keys = keys[:used]
     if used <= 1:
         for i in range(used):
             lengths[keys[i] & 255] = 1
@@ -54,6 +62,15 @@ def code_lengths(counts: Numbers, lengths: Bytes) -> None:
         for i in range(leaves):
             lengths[keys[i] & 255] += 1
         taken = 2 * (taken - leaves)
+
+
+@inner
+def dot(counts: Numbers, lengths: Bytes) -> int:
+    """How many bits symbols take that occur so often."""
+    total = 0
+    for i in range(counts.shape[0]):
+        total += counts[i] * lengths[i]
+    return total
 
 
 @entry

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,10 @@ from rose.weights.codec.format import (
     LOW_BITS_MAX,
     ROW,
     SPARSE_HEAD_BYTES,
+    SPLIT_ELEMENTS_MIN,
+    SPLIT_HEAD_BYTES,
+    SPLIT_MANTISSA_BITS,
+    STREAMS,
     Blocks,
     Body,
     Elements,
@@ -255,6 +260,40 @@ def read_bitmap(body: bytes, elements: int, first: int, last: int) -> dict[int, 
     return steps
 
 
+def split_body(bits: Sequence[int]) -> bytes:
+    """Of bf16: the exponents in four streams, then a byte per element with its sign and mantissa."""
+    exponents, size = [number >> 7 & 255 for number in bits], -(-len(bits) // STREAMS)
+    lengths = code_lengths([exponents.count(symbol) for symbol in range(256)])
+    codes = codes_of(lengths)
+    parts = [exponents[stream * size : (stream + 1) * size] for stream in range(STREAMS)]
+    streams = [bytes_of("".join(codes[symbol] for symbol in part)) for part in parts]
+    sizes = b"".join(len(stream).to_bytes(4, "little") for stream in streams[:-1])
+    rest = bytes(number >> 8 & 128 | number & 127 for number in bits)
+    return sizes + bytes_of(write_lengths(lengths)) + b"".join(streams) + rest
+
+
+def read_split(body: bytes, elements: int) -> list[int]:
+    if len(body) < SPLIT_HEAD_BYTES + elements:
+        raise _Damaged
+    reader = Reader(body)
+    sizes = [reader.take(32) for _ in range(STREAMS - 1)]
+    symbols = _symbols(read_lengths(reader, 256))
+    edges = [-(-reader.at // 8)]
+    for size in sizes:
+        edges.append(edges[-1] + size)
+    edges.append(len(body) - elements)
+    if edges[-2] > edges[-1]:
+        raise _Damaged
+    exponents: list[int] = []
+    for first, after in pairwise(edges):
+        stream = Reader(body[first:after])
+        count = min(-(-elements // STREAMS), elements - len(exponents))
+        exponents += [stream.take_symbol(symbols) for _ in range(count)]
+        stream.finish()
+    rest = body[len(body) - elements :]
+    return [(low & 128) << 8 | symbol << 7 | low & 127 for symbol, low in zip(exponents, rest, strict=True)]
+
+
 def _symbols(lengths: Sequence[int]) -> dict[str, int]:
     return {code: symbol for symbol, code in codes_of(lengths).items()}
 
@@ -312,6 +351,9 @@ class ReferenceBlocks(Blocks):
 
     def encode_full(self, new: Elements) -> tuple[Mode, Body]:
         mantissa, exponent = self.element_type.mantissa_bits, self.element_type.exponent_bits
+        if mantissa == SPLIT_MANTISSA_BITS and len(new) >= SPLIT_ELEMENTS_MIN:
+            split = split_body(new.tolist())
+            return (Mode.FULL, new.tobytes()) if len(split) >= new.nbytes else (Mode.SPLIT, split)
         exponents = [bits >> mantissa & ((1 << exponent) - 1) for bits in new.tolist()]
         lengths = code_lengths([exponents.count(symbol) for symbol in range(1 << exponent)])
         codes = codes_of(lengths)
@@ -339,7 +381,9 @@ class ReferenceBlocks(Blocks):
             self._apply_context(body, destination, elements)
         elif mode == Mode.PACKED:
             destination[:] = self._read_packed(body, elements, last)[first:]
-        elif len(body) != (elements * destination.itemsize if mode == Mode.FULL else 0):
+        elif mode == Mode.SPLIT and self.element_type.mantissa_bits == SPLIT_MANTISSA_BITS:
+            destination[:] = read_split(body, elements)[first:last]
+        elif mode == Mode.SPLIT or len(body) != (elements * destination.itemsize if mode == Mode.FULL else 0):
             raise _Damaged
         elif mode == Mode.FULL:
             destination[:] = np.frombuffer(body, destination.dtype)[first:last]

@@ -21,7 +21,6 @@ from rose.weights.codec.format import (
     KINDS,
     LARGE,
     LOW_BITS_MAX,
-    PACKED_TOGETHER,
     ROW,
     SPARSE_HEAD_BYTES,
     Elements,
@@ -226,53 +225,3 @@ def apply_packed(
             sign = (rest >> mantissa) & 1
             destination[position - first] = (sign << exponent | found >> 4) << mantissa | (rest & mantissa_mask)
     return last < elements or (at + 7) >> 3 == body.shape[0]
-
-
-@inlined
-def _two_packed(
-    data: Bytes, at: int, table: Table, destination: Elements, position: int, mantissa: int, exponent: int
-) -> tuple[int, int]:
-    """Two elements from bit `at` on; the bit after them, and whether no code fitted, as INVALID."""
-    mantissa_mask = (1 << mantissa) - 1
-    word = peek(data, at)
-    one = whole(table[word & (TABLE_ENTRIES - 1)])
-    rest = word >> (one & 15)
-    word = rest >> (mantissa + 1)
-    two = whole(table[word & (TABLE_ENTRIES - 1)])
-    rest_two = word >> (two & 15)
-    sign, sign_two = (rest >> mantissa) & 1, (rest_two >> mantissa) & 1
-    destination[position] = (sign << exponent | (one & ~INVALID) >> 4) << mantissa | (rest & mantissa_mask)
-    destination[position + 1] = (sign_two << exponent | (two & ~INVALID) >> 4) << mantissa | (rest_two & mantissa_mask)
-    return at + (one & 15) + (two & 15) + 2 * (mantissa + 1), (one | two) & INVALID
-
-
-@entry
-def apply_packed_together(
-    data: Bytes, offsets: Numbers, destination: Elements, elements: int, mantissa: int, exponent: int
-) -> bool:
-    """Whole blocks that follow each other, of an even number of elements each, in step. False: one is damaged.
-
-    Two elements of 16 bits or less, codes and all, come with one look at a stream.
-    """
-    tables = np.empty((PACKED_TOGETHER, TABLE_ENTRIES), np.uint16)
-    ats, lengths = np.empty(PACKED_TOGETHER, np.int64), np.empty(1 << exponent, np.uint8)
-    for lane in range(PACKED_TOGETHER):
-        at = take_lengths(data[offsets[lane] : offsets[lane + 1]], 0, lengths)
-        if at == BAD or not fill_table(lengths, tables[lane]):
-            return False
-        ats[lane] = 8 * offsets[lane] + at
-    a, b, c, d = ats[0], ats[1], ats[2], ats[3]
-    table_a, table_b, table_c, table_d = tables[0], tables[1], tables[2], tables[3]
-    to_a, to_b = destination[:elements], destination[elements : 2 * elements]
-    to_c, to_d = destination[2 * elements : 3 * elements], destination[3 * elements :]
-    wrong = 0
-    for position in range(0, elements, 2):
-        a, wrong_a = _two_packed(data, a, table_a, to_a, position, mantissa, exponent)
-        b, wrong_b = _two_packed(data, b, table_b, to_b, position, mantissa, exponent)
-        c, wrong_c = _two_packed(data, c, table_c, to_c, position, mantissa, exponent)
-        d, wrong_d = _two_packed(data, d, table_d, to_d, position, mantissa, exponent)
-        wrong |= wrong_a | wrong_b | wrong_c | wrong_d
-    is_right = wrong == 0
-    for lane, end in enumerate((a, b, c, d)):
-        is_right &= (end + 7) >> 3 == offsets[lane + 1]
-    return is_right

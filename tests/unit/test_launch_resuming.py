@@ -1,0 +1,289 @@
+"""Going on with a run: from which checkpoint, under which settings, and never beside another that still runs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rose.cli.main import main
+from rose.core.facts import RunResumed
+from rose.errors import ConfigError, ModelError
+from rose.launch.folder import Lines, RunFolder
+from rose.launch.ledger import Balance
+from rose.launch.locking import RunLock
+from rose.launch.publishing import Publishing
+from rose.launch.resuming import is_finished, settings_to_resume, start_of
+from rose.launch.settings import RunSettings, load_run_settings
+from rose.launch.start import Start, read_start
+from rose.observe.journal import read
+from rose.train.checkpoint_state import write_state
+from rose.weights.manifest import Fenced
+from rose.weights.reading import ChainReader
+from rose.weights.relay.filesystem import FilesystemRelay
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> RunSettings:
+    return replace(load_run_settings(), runs=str(tmp_path), name="it")
+
+
+@pytest.fixture
+def folder(settings: RunSettings) -> Iterator[RunFolder]:
+    made = RunFolder(settings)
+    yield made
+    made.close()
+
+
+def write_checkpoint(folder: RunFolder, step: int) -> Path:
+    """As a trainer writes one, but for the tensors."""
+    path = folder.checkpoints / f"step-{step:06d}"
+    (path / "trainer").mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"weights %d" % step)
+    (path / "trainer" / "state.safetensors").write_bytes(b"moments %d" % step)
+    counts = asdict(Balance(begun=8 * step, returned=8 * step))
+    extra = {"run_step": step, "version": step, "epoch": 17, "next_group": 2 * step, "balance": counts}
+    write_state(path, {"step": step, "extra": extra})
+    return path
+
+
+def spoil(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+# Which checkpoint
+
+
+def test_the_newest_checkpoint_is_taken(folder):
+    for step in (2, 9, 10):
+        write_checkpoint(folder, step)
+    start, words = start_of(folder)
+    assert (start.step, start.version, start.epoch, start.next_group) == (10, 10, 17, 20)
+    assert start.balance == Balance(begun=80, returned=80)
+    assert words == [f"going on after step 10, from {folder.checkpoints / 'step-000010'}"]
+
+
+def test_steps_beyond_six_digits_are_newer(folder):
+    for step in (999_999, 1_000_000):
+        write_checkpoint(folder, step)
+    assert start_of(folder)[0].step == 1_000_000
+    folder.prune(folder.checkpoints, 1)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step-1000000"]
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "trainer/state.safetensors", "trainer/state.json"])
+def test_a_corrupted_one_is_left_out_with_a_word_and_its_name_is_free_again(folder, part):
+    write_checkpoint(folder, 3)
+    spoil(write_checkpoint(folder, 4) / part)
+    start, words = start_of(folder)
+    assert start.step == 3 and start.checkpoint == folder.checkpoints / "step-000003"
+    assert words[0].startswith("step-000004 is left out: ") and len(words) == 2
+    assert read_start(write_checkpoint(folder, 4)).step == 4
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "trainer/state.safetensors", "trainer/state.json"])
+def test_a_half_deleted_one_is_left_out(folder, part):
+    (write_checkpoint(folder, 4) / part).unlink()
+    start, words = start_of(folder)
+    assert start == Start() and "step-000004 is left out" in words[0]
+    assert "the run begins again, with the same settings" in words[1]
+
+
+def test_a_changed_number_in_the_state_is_found(folder):
+    path = write_checkpoint(folder, 4) / "trainer" / "state.json"
+    path.write_text(path.read_text().replace('"next_group": 8', '"next_group": 9'))
+    with pytest.raises(ModelError, match="not as it was written"):
+        read_start(folder.checkpoints / "step-000004")
+
+
+def test_without_any_the_run_begins_again(folder):
+    start, words = start_of(folder)
+    assert start == Start() and words == [
+        "there is no checkpoint to go on from: the run begins again, with the same settings"
+    ]
+
+
+def test_what_the_attempt_before_left_behind_is_taken_away(folder):
+    write_checkpoint(folder, 1)
+    (folder.checkpoints / ".step-000002.ab12cd34").mkdir()
+    left = [folder.path / name for name in ("ledger.sqlite", "ledger.sqlite-wal", "summary.json", "report.html")]
+    for path in left:
+        path.write_text("x")
+    start_of(folder)
+    assert not any(path.exists() for path in left)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000001"]
+    assert (folder.path / "settings.yaml").exists()
+
+
+@pytest.mark.parametrize("told, is_evaluated", [([0], False), ([0, 5], True), ([0, 5, 10], True)])
+def test_an_evaluation_behind_the_checkpoint_is_made_if_it_was_not(folder, told, is_evaluated):
+    write_checkpoint(folder, 5)
+    for step in told:
+        folder.record("evaluation", step=step, success_rate=0.5)
+    assert start_of(folder)[0].is_evaluated is is_evaluated
+
+
+# Which settings
+
+
+def test_the_settings_are_those_of_the_run(folder, settings):
+    assert settings_to_resume(folder.path) == settings
+    assert settings_to_resume(folder.path, None, ["groups.size=8"]) == settings
+
+
+def test_others_are_refused_by_their_keys(folder, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        settings_to_resume(folder.path, None, ["groups.size=4", "train.learning_rate=0.5", "steps=30"])
+    assert "groups.size is 8, not 4" in caught.value.what and "train.learning_rate" in caught.value.what
+    assert "steps" not in caught.value.what
+    given = tmp_path / "job.yaml"
+    given.write_text("groups: {groups: 3}\nseed: 0\n")
+    with pytest.raises(ConfigError, match=r"groups.groups is 8, not 3"):
+        settings_to_resume(folder.path, given)
+    with pytest.raises(ConfigError, match="profile"):
+        settings_to_resume(folder.path, None, ["profile=rollout-heavy"])
+
+
+def test_steps_may_grow_only(folder):
+    assert settings_to_resume(folder.path, None, ["steps=30"]).steps == 30
+    with pytest.raises(ConfigError, match="not only 5"):
+        settings_to_resume(folder.path, None, ["steps=5"])
+
+
+def test_a_folder_that_was_moved_is_found_where_it_is(folder, settings, tmp_path):
+    folder.close()
+    (tmp_path / "elsewhere").mkdir()
+    moved = folder.path.rename(tmp_path / "elsewhere" / "other")
+    assert settings_to_resume(moved) == replace(settings, runs=str(moved.parent), name="other")
+
+
+def test_a_model_is_found_from_wherever_the_run_is_resumed(settings, tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    RunFolder(replace(settings, rollout_model="models")).close()
+    monkeypatch.chdir("/")
+    assert settings_to_resume(tmp_path / "it").rollout_model == str(tmp_path / "models")
+
+
+def test_a_folder_without_a_run_is_told(tmp_path, capsys):
+    assert main(["run", "--resume", str(tmp_path / "nowhere")]) == 2
+    told = capsys.readouterr().err
+    assert "nowhere" in told and "rose runs ls" in told and "Traceback" not in told
+
+
+# Alone in the folder
+
+
+def test_a_run_that_goes_on_is_not_resumed(folder, settings):
+    with pytest.raises(ConfigError, match="still going on, in process"):
+        RunFolder(settings, is_resumed=True)
+    folder.close()
+    again = RunFolder(settings, is_resumed=True)
+    again.close()
+    assert again.path == folder.path
+
+
+HOLDER = "import sys; from pathlib import Path; from rose.launch.locking import RunLock; \
+lock = RunLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+
+
+def test_the_lock_goes_with_its_process(tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"in process {holder.pid}"):
+            RunLock(tmp_path)
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    RunLock(tmp_path).close()
+    assert (tmp_path / "run.lock").exists()
+
+
+# What is written
+
+
+def end(folder: RunFolder, step: int) -> None:
+    folder.record("finished", step=step)
+    folder.write("report.html", "x")
+
+
+def test_a_finished_run_says_so(folder, capsys):
+    end(folder, 20)
+    assert is_finished(folder.path, 20) and not is_finished(folder.path, 30)
+    assert main(["run", "--resume", str(folder.path)]) == 0
+    assert "is finished: all of its 20 steps are done" in capsys.readouterr().out
+
+
+def test_a_run_is_not_finished_while_it_has_more_to_do_or_no_report(folder):
+    assert not is_finished(folder.path, 20)
+    end(folder, 20)
+    folder.record("resume", step=20)
+    assert not is_finished(folder.path, 20)
+    folder.record("finished", step=30)
+    assert is_finished(folder.path, 30)
+    (folder.path / "report.html").unlink()
+    assert not is_finished(folder.path, 30)
+
+
+def test_lines_come_behind_those_there_are_and_a_torn_one_is_cut(tmp_path):
+    path = tmp_path / "lines"
+    path.write_bytes(b'{"a": 1}\n{"b": ')
+    lines = Lines(path)
+    lines.append(b'{"c": 3}')
+    lines.close()
+    assert path.read_bytes() == b'{"a": 1}\n{"c": 3}\n'
+
+
+def test_the_secret_of_the_weights_stays_the_same(folder, settings, monkeypatch):
+    for variable in ("ROSE_RELAY_SECRET", "ROSE_RELAY_SECRET_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    first, again = (Publishing(settings.weights, folder).variables for _ in range(2))
+    assert first == again and len(next(iter(first.values()))) == 64
+
+
+def test_what_is_published_after_a_resume_is_all_that_workers_look_at(folder, settings):
+    """The trainer before was killed in version 2; the checkpoint is that of version 1."""
+    weights = {"a": torch.zeros(64)}
+    killed, resumed = (Publishing(settings.weights, folder) for _ in range(2))
+    killed.open()
+    before = killed.begin(weights)
+    for version in (1, 2):
+        weights["a"] += 1
+        killed.publish(version)
+    weights["a"] -= 1
+    resumed.open()
+    again = resumed.begin(weights, 1, before.version.epoch)
+    assert again.version.version == 1 and again.version.epoch > before.version.epoch and again.kind == "anchor"
+    secret = (folder.path / "weights.secret").read_text().strip().encode()
+    reader = ChainReader(FilesystemRelay(str(folder.weights)), run="it", secret=secret)
+    assert reader.refresh() == again.version and reader.versions() == [again.version]
+    with pytest.raises(Fenced, match="another trainer has taken over"):
+        killed.publish(3)
+    weights["a"] += 1
+    assert resumed.publish(2).kind == "delta"
+    for publishing in (killed, resumed):
+        publishing.close()
+
+
+def test_the_journal_says_from_where_a_run_went_on(folder):
+    folder.decided(RunResumed(3, 12), [])
+    folder.close()
+    [entry] = read(folder.path / "journal.jsonl")
+    assert entry.fact == RunResumed(3, 12)
+
+
+def test_a_resume_line_names_the_checkpoint(folder):
+    path = write_checkpoint(folder, 3)
+    shown: dict[str, Any] = json.loads(json.dumps(read_start(path).shown()))
+    assert shown == {"step": 3, "version": 3, "next_group": 6, "checkpoint": "step-000003"}
+    assert Start().shown()["checkpoint"] is None

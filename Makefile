@@ -16,16 +16,17 @@ VERIFIERS := verifiers==0.4.0 renderers==0.1.12 transformers==5.22.2 openai==2.5
 SYSTEM_PACKAGES := g++ make cmake libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-vllm soak bench check format venv venv-relays venv-alfworld venv-verifiers venv-vllm system-packages clean
+.PHONY: help run test test-all test-slow test-vllm soak bench check format venv venv-relays venv-alfworld venv-verifiers venv-vllm system-packages clean
 
 help:
 	@echo "make run        a small model learns a game, with rollouts on a device that serves users"
 	@echo "make test       the tests, a few minutes"
-	@echo "make test-all   the slow tests too: heavy extras, chaos"
+	@echo "make test-all   the slow tests too: test-slow (heavy extras, chaos) and test-vllm"
 	@echo "make check      lint, format and types"
 	@echo "make bench      measure the engine (quick)"
 	@echo "make soak       property tests with many more examples, and ten thousand seeds of the simulation; hours"
 	@echo "make venv       the virtual environment; every target above makes it by itself"
+	@echo "make test-slow  what make test leaves out, but for vLLM"
 	@echo "make test-vllm  the tests of the plugin for vLLM, with an environment of its own"
 	@echo "make venv-vllm  that environment; the benchmark that compares with vLLM uses it too"
 	@echo "make format     rewrite the sources in the house style"
@@ -38,7 +39,9 @@ test: venv
 	$(BIN)/python -m pytest -m "not slow and not vllm" --ignore=tests/e2e -n auto --maxprocesses=8 --dist=worksteal --durations=15
 	$(BIN)/python -m pytest -m "not slow and not vllm" tests/e2e --durations=15
 
-test-all: venv system-packages venv-relays venv-alfworld venv-verifiers
+test-all: test-slow test-vllm
+
+test-slow: venv system-packages venv-relays venv-alfworld venv-verifiers
 	$(BIN)/python -m pytest -m "slow and not vllm" --timeout=1200 --durations=15
 
 test-vllm: venv venv-vllm

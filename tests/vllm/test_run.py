@@ -15,14 +15,15 @@ RUN_S = 600.0
 OVERRIDES = (
     "steps=3",
     "evaluation.every_steps=0",
+    "groups.size=8",
     "worker.engine=vllm",
-    "worker.max_sequences=2",  # so that there is something left to borrow for
+    "worker.max_sequences=1",  # so that the run outlasts the learning of what serving's steps cost
     "serving.engine=vllm",
     "serving.max_context_tokens=512",
     "serving.lend.mode=idle",
     "serving.lend.ttft_ms=10000",  # that a busy machine keeps too
     "serving.lend.tpot_ms=2000",
-    "traffic.source=gamma:rate=3,cv=1",
+    "traffic.source=gamma:rate=6,cv=1",
     f"vllm_python={PYTHON}",
 )
 
@@ -38,7 +39,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def test_three_steps_on_a_dedicated_and_a_borrowed_vllm(run: Run) -> None:
     assert run.wait(RUN_S) == 0, run.words
     summary = run.summary()
-    assert summary["steps"] == 3 and summary["begun"] == summary["returned"] == summary["trajectories"] == 24
+    assert summary["steps"] == 3 and summary["begun"] == summary["returned"] == summary["trajectories"] == 48
     assert (summary["lost"], summary["doubled"], summary["differing"]) == (0, 0, 0)
     turns = summary["turns_by_pool"]
     assert turns["dedicated"] > 0 and turns["borrowed"] > 0, (turns, run.words)

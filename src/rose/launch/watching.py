@@ -20,14 +20,20 @@ from typing import Any
 
 from rose.core.allocation import Cycle, allocation_overhead_share
 from rose.errors import RoseError
-from rose.launch.cast import BORROWED, DEDICATED, GATEWAY, TRAFFIC
+from rose.launch.cast import BORROWED, DEDICATED, GATEWAY, LENDER, TRAFFIC
 from rose.rollout.client import GatewayClient
 
 EVERY_S = 1.0
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 ROLLOUT_FRONT = "rose.front.rollouts"
-ENGINE_ROLE = {BORROWED: "engine_borrowed", DEDICATED: "engine_dedicated"}
-FRONT_ROLE = {BORROWED: "serving_front", DEDICATED: "agent_dedicated", GATEWAY: "gateway", TRAFFIC: "traffic"}
+ENGINE_ROLE = {BORROWED: "engine_borrowed", LENDER: "engine_borrowed", DEDICATED: "engine_dedicated"}
+FRONT_ROLE = {
+    BORROWED: "serving_front",
+    LENDER: "agent_borrowed",
+    DEDICATED: "agent_dedicated",
+    GATEWAY: "gateway",
+    TRAFFIC: "traffic",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,14 @@ Large groups find rare successes, but training costs more per trajectory than ge
 only the members whose rewards spread most are trained on. That set is always some of the worst and some of the
 best: moving a member outwards never lowers the variance.
 
-`Groups` keeps the books of a whole job. A group is numbered once and for ever; each of its members is counted once,
-however often it is reported, and each group has exactly one fate: kept, dropped or surplus.
+`Groups` keeps the books of a whole synchronous job, `core.staleness` those of an asynchronous one. Each group has
+exactly one fate: kept, dropped or surplus.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite
@@ -119,21 +121,77 @@ class OpenGroup:
         return len(self.rewards) + len(self.lost) >= size
 
 
-class Groups:
+class GroupBooks(ABC):
+    """Groups under way. Whoever inherits says when to draw, and what becomes of a group that is over.
+
+    A group is numbered once and for ever, and each of its members counts once, however often it is reported.
+    """
+
+    def __init__(self, rules: GroupRules, next_group: int) -> None:
+        self.rules, self.next_group = rules, next_group
+        self._open: dict[int, OpenGroup] = {}
+        self._counts: Counter[str] = Counter()
+
+    def finished(self, group: int, member: int, reward: float) -> Keep | Drop | None:
+        """A member has its reward. Says what becomes of the group, once its last member has ended."""
+        assert isfinite(reward), f"the reward of member {member} of group {group} is {reward}"
+        state = self._new_member(group, member)
+        if state is None:
+            return None
+        self._counts["trajectories"] += 1
+        state.rewards[member] = reward
+        return self._judged(group, state)
+
+    def lost(self, group: int, member: int) -> Keep | Drop | None:
+        """A member will never have a reward; the others make do without it."""
+        state = self._new_member(group, member)
+        if state is None:
+            return None
+        state.lost.add(member)
+        return self._judged(group, state)
+
+    def counts(self) -> StepGroups:
+        return StepGroups(**self._counts)
+
+    @abstractmethod
+    def _fate(self, group: int, rewards: Mapping[int, float]) -> Keep | Drop:
+        """What becomes of a group that is over; to be counted, too."""
+
+    def _draw(self, count: int) -> list[Draw]:
+        draws = [Draw(self.next_group + number, self.rules.size) for number in range(count)]
+        self._open |= {draw.group: OpenGroup() for draw in draws}
+        self._counts["drawn"] += len(draws)
+        self.next_group += len(draws)
+        return draws
+
+    def _new_member(self, group: int, member: int) -> OpenGroup | None:
+        """The member's group, or None if it was counted before or its group has met its fate."""
+        assert 0 <= member < self.rules.size and 0 <= group < self.next_group, f"no member {member} of group {group}"
+        state = self._open.get(group)
+        if state is None or state.has(member):
+            self._counts["repeated"] += 1
+            return None
+        return state
+
+    def _judged(self, group: int, state: OpenGroup) -> Keep | Drop | None:
+        if not state.is_complete(self.rules.size):
+            return None
+        del self._open[group]
+        return self._fate(group, state.rewards)
+
+
+class Groups(GroupBooks):
     """One per job. Draw what `to_draw` says, report every member once it ends, do what the reports return."""
 
     def __init__(self, rules: GroupRules, next_group: int = 0) -> None:
         assert rules.groups >= 1 and rules.size >= 2 and rules.draws_max >= rules.groups and rules.draw_ahead >= 1.0
         assert rules.train_size == 0 or 2 <= rules.train_size <= rules.size
-        self.rules = rules
-        self.next_group = next_group
-        self._open: dict[int, OpenGroup] = {}
-        self._counts = dict.fromkeys(("drawn", "kept", "alike", "lost", "surplus", "trajectories", "repeated"), 0)
+        super().__init__(rules, next_group)
 
     def begin_step(self) -> None:
         """A new step; the one before must be over."""
         assert not self._open, f"groups {sorted(self._open)} are still under way"
-        self._counts = dict.fromkeys(self._counts, 0)
+        self._counts.clear()
 
     @property
     def missing(self) -> int:
@@ -148,31 +206,7 @@ class Groups:
     def to_draw(self) -> list[Draw]:
         """Groups to start now, so that those under way make up for those missing."""
         wanted = ceil(self.missing * self.rules.draw_ahead) - len(self._open)
-        draws = []
-        for _ in range(min(wanted, self._may_draw())):
-            draws.append(Draw(self.next_group, self.rules.size))
-            self._open[self.next_group] = OpenGroup()
-            self._counts["drawn"] += 1
-            self.next_group += 1
-        return draws
-
-    def finished(self, group: int, member: int, reward: float) -> Keep | Drop | None:
-        """A member has its reward. Says what becomes of the group, once its last member has ended."""
-        assert isfinite(reward), f"the reward of member {member} of group {group} is {reward}"
-        state = self._new_member(group, member)
-        if state is None:
-            return None
-        self._counts["trajectories"] += 1
-        state.rewards[member] = reward
-        return self._judge(group, state)
-
-    def lost(self, group: int, member: int) -> Keep | Drop | None:
-        """A member will never have a reward; the others make do without it."""
-        state = self._new_member(group, member)
-        if state is None:
-            return None
-        state.lost.add(member)
-        return self._judge(group, state)
+        return self._draw(min(wanted, self._may_draw()))
 
     def end_step(self) -> tuple[list[Drop], StepGroups]:
         """The step is over: what is still under way is surplus, to be cancelled. And what became of all."""
@@ -181,32 +215,14 @@ class Groups:
         self._open.clear()
         return surplus, self.counts()
 
-    def counts(self) -> StepGroups:
-        return StepGroups(**self._counts)
-
     def _may_draw(self) -> int:
         limit = self.rules.draws_max if self.rules.dynamic_sampling else self.rules.groups
         return max(0, limit - self._counts["drawn"])
 
-    def _new_member(self, group: int, member: int) -> OpenGroup | None:
-        """The member's group, or None if it was counted before or its group has met its fate."""
-        assert 0 <= member < self.rules.size and 0 <= group < self.next_group, f"no member {member} of group {group}"
-        state = self._open.get(group)
-        if state is None or state.has(member):
-            self._counts["repeated"] += 1
-            return None
-        return state
-
-    def _judge(self, group: int, state: OpenGroup) -> Keep | Drop | None:
-        if not state.is_complete(self.rules.size):
-            return None
-        del self._open[group]
-        fate = self._fate(group, state)
+    def _fate(self, group: int, rewards: Mapping[int, float]) -> Keep | Drop:
+        fate = fate_of(group, rewards, self.rules) if self.missing else Drop(group, "surplus")
         self._counts["kept" if isinstance(fate, Keep) else fate.reason] += 1
         return fate
-
-    def _fate(self, group: int, state: OpenGroup) -> Keep | Drop:
-        return fate_of(group, state.rewards, self.rules) if self.missing else Drop(group, "surplus")
 
 
 def fate_of(group: int, rewards: Mapping[int, float], rules: GroupRules) -> Keep | Drop:

@@ -19,11 +19,10 @@ A batch that made no new version (nothing to learn from, a spike) counts as seen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 
-from rose.core.groups import Draw, Drop, GroupAged, GroupRules, Keep, OpenGroup, StepGroups, fate_of
+from rose.core.groups import Draw, Drop, GroupAged, GroupBooks, GroupRules, Keep, StepGroups, fate_of
 from rose.core.trajectory import Trajectory
 
 NO_NUMBER = -1  # of a version that nobody has published
@@ -77,7 +76,7 @@ def speed_needed(versions: int, max_staleness: int) -> float:
     return (versions + 1) / (max_staleness + 1)
 
 
-class GroupStream:
+class GroupStream(GroupBooks):
     """The books of groups in an asynchronous job. Draw what `to_draw` says and report all that happens.
 
     A group is drawn, ends (`finished`, `lost`), arrives with its tokens (`arrived`), and is taken in a batch, or is
@@ -85,14 +84,12 @@ class GroupStream:
     """
 
     def __init__(self, rules: GroupRules, bound: StalenessRules, *, next_group: int = 0, taken: int = 0) -> None:
-        self.next_group, self.taken, self.seen = next_group, taken, taken
-        self._rules, self._bound = rules, bound
-        self._open: dict[int, OpenGroup] = {}
+        super().__init__(rules, next_group)
+        self.taken, self.seen, self._bound = taken, taken, bound
         self._coming: dict[int, Keep] = {}  # over and worth training on; the tokens are on their way
         self._ready: dict[int, int | None] = {}  # here, with the oldest version that wrote one of its tokens
         self._drawn = self._stale_in_a_row = self._age = 0
         self._is_over = False
-        self._counts: dict[str, int] = {}
 
     @property
     def outstanding(self) -> int:
@@ -112,39 +109,16 @@ class GroupStream:
         if self._is_over:
             return []
         allowed = may_begin(self._bound, seen=self.seen, taken=self.taken, outstanding=self.outstanding)
-        draws = []
-        for _ in range(min(allowed, self._rules.draws_max - self._drawn)):
-            draws.append(Draw(self.next_group, self._rules.size))
-            self._open[self.next_group] = OpenGroup()
-            self._drawn += 1
-            self._count("drawn")
-            self.next_group += 1
+        draws = self._draw(min(allowed, self.rules.draws_max - self._drawn))
+        self._drawn += len(draws)
         return draws
-
-    def finished(self, group: int, member: int, reward: float) -> Keep | Drop | None:
-        """A member has its reward. Says what becomes of the group, once its last member has ended."""
-        assert isfinite(reward), f"the reward of member {member} of group {group} is {reward}"
-        state = self._new_member(group, member)
-        if state is None:
-            return None
-        self._count("trajectories")
-        state.rewards[member] = reward
-        return self._judged(group, state)
-
-    def lost(self, group: int, member: int) -> Keep | Drop | None:
-        """A member will never have a reward; the others make do without it."""
-        state = self._new_member(group, member)
-        if state is None:
-            return None
-        state.lost.add(member)
-        return self._judged(group, state)
 
     def arrived(self, group: int, trajectories: Sequence[Trajectory]) -> Drop | None:
         """The tokens to train on are here; too few of them are of no use."""
         if self._coming.pop(group, None) is None:
             return None
         if len(trajectories) < 2:
-            self._count("lost")
+            self._counts["lost"] += 1
             return Drop(group, "lost")
         self._ready[group] = oldest_version(trajectories)
         return None
@@ -156,7 +130,7 @@ class GroupStream:
         for group, age in sorted(ages.items()):
             if age > self._bound.max_staleness:
                 del self._ready[group]
-                self._count("stale")
+                self._counts["stale"] += 1
                 self._stale_in_a_row, self._age = self._stale_in_a_row + 1, age
                 dropped.append((GroupAged(group, age), Drop(group, "stale")))
         return dropped
@@ -167,7 +141,7 @@ class GroupStream:
         Fewer than a batch, perhaps none, only if no more may be drawn and nothing is on its way. To be called after
         `drop_stale`.
         """
-        is_over = not self.under_way and self._drawn >= self._rules.draws_max
+        is_over = not self.under_way and self._drawn >= self.rules.draws_max
         if len(self._ready) < self._bound.batch_groups and not is_over:
             return None
         groups = tuple(sorted(self._ready)[: self._bound.batch_groups])
@@ -202,27 +176,14 @@ class GroupStream:
 
     def take_counts(self) -> StepGroups:
         """What became of groups since the last time this was asked."""
-        counts, self._counts = StepGroups(**self._counts), {}
+        counts = self.counts()
+        self._counts.clear()
         return counts
 
-    def _new_member(self, group: int, member: int) -> OpenGroup | None:
-        assert 0 <= member < self._rules.size and 0 <= group < self.next_group, f"no member {member} of group {group}"
-        state = self._open.get(group)
-        if state is None or state.has(member):
-            self._count("repeated")
-            return None
-        return state
-
-    def _judged(self, group: int, state: OpenGroup) -> Keep | Drop | None:
-        if not state.is_complete(self._rules.size):
-            return None
-        del self._open[group]
-        fate = fate_of(group, state.rewards, self._rules)
+    def _fate(self, group: int, rewards: Mapping[int, float]) -> Keep | Drop:
+        fate = fate_of(group, rewards, self.rules)
         if isinstance(fate, Keep):
             self._coming[group] = fate
         else:
-            self._count(fate.reason)
+            self._counts[fate.reason] += 1
         return fate
-
-    def _count(self, what: str) -> None:
-        self._counts[what] = self._counts.get(what, 0) + 1

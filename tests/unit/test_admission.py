@@ -349,6 +349,20 @@ def test_the_cool_down_doubles_while_it_keeps_tripping_and_the_owner_ends_it():
     assert breaker.why_stopped(61.0 + 119.0) is None
 
 
+def test_late_steps_alone_are_forgiven_in_seconds():
+    """A machine that was busy when lending began: ten late steps, then none. It cost a whole minute once."""
+    breaker = Breaker()
+    for number in range(10):
+        breaker.lent(1.0 + number / 1000, is_late=True)
+    assert "10 of 10 lent steps" in (breaker.why_stopped(2.0) or "")
+    assert breaker.why_stopped(6.9) is not None
+    assert breaker.why_stopped(7.0) is None
+    for number in range(10):
+        breaker.lent(8.0 + number / 1000, is_late=True)
+    assert breaker.why_stopped(9.0) and breaker.why_stopped(18.9), "twice as long, if it goes on"
+    assert breaker.why_stopped(19.0) is None
+
+
 @pytest.mark.parametrize(
     "story, lent, late, requests, attained, is_stopped",
     [

@@ -3,7 +3,9 @@
 It counts by the second, over the last minute: lent steps and those longer than their upper estimate, deadlines missed
 that serving alone would have met, and requests that kept their budgets. One step in a hundred may be late by design, so
 late steps count as a share; a deadline lost to lending counts one by one. It resumes after a cool-down, which doubles
-while it keeps tripping, or when the owner says so. The owner's pause ends only by the owner.
+while it keeps tripping, or when the owner says so. Late steps alone have harmed nobody yet, and the estimates have
+learnt from them: a machine that changed its pace needs seconds, one that lost deadlines a minute. The owner's pause
+ends only by the owner.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class BreakerLimits:
     attainment_min: float = 0.95
     requests_min: int = 20  # fewer prove nothing
     cool_down_s: float = 60.0
+    late_cool_down_s: float = 5.0  # after late steps
 
 
 @dataclass(slots=True)
@@ -79,27 +82,29 @@ class Breaker:
             self._forget()
         if self._tripped is None:
             self._expire(now_s)
-            reason = self._crossed()
-            if reason is not None:
-                self._trip(reason, now_s)
+            crossed = self._crossed()
+            if crossed is not None:
+                self._trip(*crossed, now_s)
             elif self._seconds and now_s >= self._until_s + WINDOW_S:
                 self._factor = 1
         return self._paused or self._tripped
 
-    def _trip(self, reason: str, now_s: float) -> None:
+    def _trip(self, reason: str, cool_down_s: float, now_s: float) -> None:
         self.trips += 1
         self._tripped = f"circuit breaker: {reason}"
-        self._until_s = now_s + self.limits.cool_down_s * self._factor
+        self._until_s = now_s + cool_down_s * self._factor
         self._factor = min(COOL_DOWN_FACTOR_MAX, 2 * self._factor)
 
-    def _crossed(self) -> str | None:
+    def _crossed(self) -> tuple[str, float] | None:
+        """Which limit, in words, and how long lending rests for it at first."""
         total, limits = self._total, self.limits
         if total.lost > limits.deadlines_lost_max:
-            return f"{total.lost} deadlines lost to lending in a minute"
-        if total.late >= limits.late_steps_min and total.late > limits.late_share_max * total.lent:
-            return f"{total.late} of {total.lent} lent steps longer than their estimate in a minute"
+            return f"{total.lost} deadlines lost to lending in a minute", limits.cool_down_s
         if total.requests >= limits.requests_min and total.attained < limits.attainment_min * total.requests:
-            return f"{total.attained} of {total.requests} requests kept their budgets in a minute"
+            return f"{total.attained} of {total.requests} requests kept their budgets in a minute", limits.cool_down_s
+        if total.late >= limits.late_steps_min and total.late > limits.late_share_max * total.lent:
+            late = f"{total.late} of {total.lent} lent steps longer than their estimate in a minute"
+            return late, limits.late_cool_down_s
         return None
 
     # Counting

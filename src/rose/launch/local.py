@@ -152,7 +152,7 @@ class _Stage:
         gateway_url = (await self.processes.start(gateway)).words["url"]
         client = await held.enter_async_context(GatewayClient(gateway_url, self._tokens.trainer, patience_s=PATIENCE_S))
         serving_url, owner_url = await self._start_devices(serving, rollout, gateway_url)
-        pool = PoolWatch(client, self._sampled, self._folder.record)
+        pool = PoolWatch(client, self._sampled, self._folder.record, self._screen.say)
         rollouts = Rollouts(client, model, settings, self._folder.name, self._folder.decided)
         rollouts.go_on(self._start.next_group, self._start.balance)
         if settings.serving.is_borrowed:

@@ -69,16 +69,19 @@ class PoolWatch:
     client: GatewayClient
     on_sample: Callable[[PoolSample], None]
     record: Callable[..., None] = lambda kind, **fields: None
+    say: Callable[[str], None] = lambda words: None
     turns: TurnCount = field(default_factory=TurnCount)
     last: PoolSample | None = None
     counts: dict[str, int] = field(default_factory=dict)  # of the gateway's scheduler
     cycles: dict[int, dict[str, Any]] = field(default_factory=dict)  # of borrowing, by number
+    closed: dict[str, str] = field(default_factory=dict)  # workers that take no turns by themselves, and why
 
     async def look(self) -> PoolSample:
         shown = await self.client.pool()
         running: dict[str, int] = {"dedicated": 0, "borrowed": 0}
         for member in shown["members"]:
             running[member["kind"]] += member["turns"]
+            self._tell_closed(member)
         self.counts = shown["counts"]
         self.last = PoolSample(time.monotonic(), self.turns.observe(shown["members"]), running, shown["version"])
         self.on_sample(self.last)
@@ -87,6 +90,17 @@ class PoolWatch:
                 self.cycles[cycle["number"]] = cycle
                 self.record("allocation", **cycle)
         return self.last
+
+    def _tell_closed(self, member: dict[str, Any]) -> None:
+        """Once for every time, or a user would wonder where the harvest went."""
+        name, why = member["name"], member["trouble"] if member["state"] == "closed" else ""
+        if why and name not in self.closed:
+            self.say(f"worker {name} takes no turns for a while: {why}")
+            self.record("closed", at_s=time.monotonic(), worker=name, why=why)
+        if why:
+            self.closed[name] = why
+        else:
+            self.closed.pop(name, None)
 
     async def watch(self) -> None:
         while True:

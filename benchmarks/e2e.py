@@ -5,6 +5,10 @@ Runs of `rose run`, as a user would start them. The `default` job shows learning
 are served in both; from it come the ratios. Nothing is simulated and nothing waits on purpose: rollouts take their
 share of a step because turns are forty tokens and more, groups are large, and few members of each are trained on.
 
+A third job has a restless owner, who takes the device back every few seconds, under running turns, and offers it again:
+from it comes the share of the run's time in which a device was wanted and not usable, or on its way back. It is counted
+from the moment that the owner is asked, and over at least `--cycles` of borrowing and giving back.
+
 `--loss grpo dapo` runs each job with each: grpo has a fixed number of groups, dapo draws others for those in which all
 went alike. With `--asynchronous` rollouts never stop: their share of a step is 1, and a step's tokens are those that
 were generated while it lasted.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -41,11 +46,14 @@ REPEATS = 5
 BURN = "--burn"  # how this file is started as the other core's work
 PROFILES, LOSSES = ("default", "rollout-heavy"), ("grpo", "dapo")
 STEPS = {"default": (20, 10), "rollout-heavy": (16, 4)}  # and quick
+LEARN, COMPARE, CYCLES = "learn", "compare", "cycles"  # what a job is for
+OWNER = {"serving.owner_lends_s": 3.0, "serving.owner_keeps_s": 1.0}
+STEP_S_MIN = 10.0  # of rollout-heavy, on the quickest machine seen: so many steps are sure to have the cycles wanted
 COLUMNS = (
-    "profile", "loss", "sync", "steps", "success_before", "success_after", "rollout_share", "rollout_speedup",
+    "profile", "case", "loss", "sync", "steps", "success_before", "success_after", "rollout_share", "rollout_speedup",
     "throughput_ratio", "throughput_ratio_low", "throughput_ratio_high", "ideal_ratio", "ratio_of_ideal",
     "serving_attainment", "serving_attainment_alone", "control_cpu_ms_per_turn", "weight_sync_s", "staleness_max",
-    "cost_per_correct", "cost_per_correct_fixed", "lost", "doubled",
+    "cost_per_correct", "cost_per_correct_fixed", "allocation_overhead_share", "borrow_cycles", "lost", "doubled",
 )  # fmt: skip
 OVERALL = (
     "rollout_share", "rollout_speedup", "rollout_speedup_low", "rollout_speedup_high", "throughput_ratio",
@@ -53,6 +61,7 @@ OVERALL = (
     "serving_attainment", "serving_attainment_alone", "control_cpu_ms_per_turn", "cpu_s_by_role", "weight_sync_s",
     "cost_per_correct", "cost_per_correct_fixed", "allocation_overhead_share", "borrow_cycles", "pause_s",
 )  # fmt: skip
+ALLOCATION = ("allocation_overhead_share", "borrow_cycles")
 MEASURED_IN = {
     "pause_s": "no worker told how long its turns stood still for new weights",
     "allocation_overhead_share": "no device was borrowed and given back while the run went",
@@ -64,14 +73,14 @@ def main() -> int:
     arguments = options().parse_args()
     begun = harness.machine()
     speed = busy_speed()
-    cases = [(profile, loss) for loss in arguments.loss for profile in arguments.profile]
+    jobs = jobs_of(arguments)
     rows = []
     with tempfile.TemporaryDirectory(prefix="rose-e2e-") as runs:
-        for number, (profile, loss) in enumerate(cases, 1):
-            print(f"job {number} of {len(cases)}: {profile}, {loss}, {sync_of(arguments)}", flush=True)
-            rows.append(with_ideal(job(Path(runs), profile, loss, arguments), speed))
+        for number, (profile, case, loss) in enumerate(jobs, 1):
+            print(f"job {number} of {len(jobs)}: {profile}, {case}, {loss}, {sync_of(arguments)}", flush=True)
+            rows.append(with_ideal(job(Path(runs), profile, case, loss, arguments), speed))
     harness.print_table(rows, COLUMNS)
-    bars = [bar for row in rows for bar in bars_of(row)] + bars_of_both(rows)
+    bars = [bar for row in rows for bar in bars_of(row, arguments.cycles)] + bars_of_both(rows)
     return harness.finish(arguments, "e2e", rows, bars, begun, **overall(rows))
 
 
@@ -81,7 +90,30 @@ def options() -> argparse.ArgumentParser:
     made.add_argument("--loss", nargs="+", choices=LOSSES, default=["dapo"], help="with which losses (dapo)")
     made.add_argument("--asynchronous", action="store_true", help="rollouts never stop")
     made.add_argument("--steps", type=int, help="steps of each job")
+    made.add_argument(
+        "--cycles", type=int, default=10, help="of borrowing and giving back in a job of its own; 0: none"
+    )
     return made
+
+
+def jobs_of(arguments: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Profile, what the job is for, loss."""
+    jobs = [(profile, case_of(profile), loss) for loss in arguments.loss for profile in arguments.profile]
+    if arguments.cycles and "rollout-heavy" in arguments.profile:
+        jobs.append(("rollout-heavy", CYCLES, arguments.loss[-1]))
+    return jobs
+
+
+def case_of(profile: str) -> str:
+    return COMPARE if profile == "rollout-heavy" else LEARN
+
+
+def steps_of(profile: str, case: str, arguments: argparse.Namespace) -> int:
+    if arguments.steps and case != CYCLES:
+        return int(arguments.steps)
+    if case == CYCLES:
+        return max(4, math.ceil(arguments.cycles * sum(OWNER.values()) / STEP_S_MIN))
+    return STEPS[profile][arguments.quick]
 
 
 def sync_of(arguments: argparse.Namespace) -> str:
@@ -89,23 +121,31 @@ def sync_of(arguments: argparse.Namespace) -> str:
 
 
 def overall(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ratios of the first job that compares; what was learnt from the first that is evaluated."""
-    heavy = next((row for row in rows if row["profile"] == "rollout-heavy"), {})
-    learning = next((row for row in rows if row["profile"] == "default"), {})
+    """Ratios of the first job that compares, what was learnt of the first that is evaluated, allocation of its own."""
+    heavy, learning, cycles = (
+        next((row for row in rows if row["case"] == case), {}) for case in (COMPARE, LEARN, CYCLES)
+    )
     found = {key: heavy.get(key) for key in OVERALL}
+    found |= {key: (cycles or heavy).get(key) for key in ALLOCATION}
     found |= {key: learning.get(key) for key in ("success_before", "success_after")}
     found |= {f"{key}_reason": why for key, why in MEASURED_IN.items() if found[key] is None}
     return found | {key: sum(row[key] or 0 for row in rows) for key in ("lost", "doubled")}
 
 
-def bars_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+def bars_of(row: dict[str, Any], cycles: int = 0) -> list[dict[str, Any]]:
     name, wanted = f"{row['profile']}, {row['loss']}", harness.wanted
+    if row["case"] == CYCLES:
+        name += ", restless owner"
     bars = [
         wanted(f"{name}: trajectories lost", row["lost"], 0, at_most=True),
         wanted(f"{name}: trajectories counted twice", row["doubled"], 0, at_most=True),
     ]
-    if row["profile"] == "default":
+    if row["case"] == LEARN:
         return [wanted(f"{name}: held-out success after", row["success_after"], 0.6), *bars]
+    if row["case"] == CYCLES:
+        bars.append(wanted(f"{name}: devices borrowed and given back", row["borrow_cycles"], cycles))
+        share = row["allocation_overhead_share"]
+        return [wanted(f"{name}: allocation overhead", share, 0.004, at_most=True), *bars]
     alone = row["serving_attainment_alone"]
     lost_points = None if alone is None else round(100 * (alone - (row["serving_attainment"] or 0.0)), 3)
     is_synchronous = row["sync"] == "synchronous"
@@ -113,8 +153,6 @@ def bars_of(row: dict[str, Any]) -> list[dict[str, Any]]:
         bars.append(wanted(f"{name}: rollout share of a step", row["rollout_share"], 0.7))
         bars.append(wanted(f"{name}: rollouts, without / with the borrowed device", row["rollout_speedup"], 1.4))
         bars.append(wanted(f"{name}: of the ideal", row["ratio_of_ideal"], 0.88))
-    if row["allocation_overhead_share"] is not None:
-        bars.append(wanted(f"{name}: allocation overhead", row["allocation_overhead_share"], 0.004, at_most=True))
     return [
         wanted(f"{name}: whole steps, without / with", row["throughput_ratio"], 1.35 if is_synchronous else 1.5),
         *bars,
@@ -125,36 +163,38 @@ def bars_of(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 def bars_of_both(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Dynamic sampling gains at least what a fixed number of groups does, within the interval."""
-    by_loss = {row["loss"]: row for row in rows if row["profile"] == "rollout-heavy"}
+    by_loss = {row["loss"]: row for row in rows if row["case"] == COMPARE}
     if set(by_loss) != set(LOSSES):
         return []
     highest = by_loss["dapo"]["throughput_ratio_high"] or by_loss["dapo"]["throughput_ratio"]
     return [harness.wanted("dapo gains what grpo does (upper end)", highest, by_loss["grpo"]["throughput_ratio"])]
 
 
-def job(runs: Path, profile: str, loss: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def job(runs: Path, profile: str, case: str, loss: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One run, as a user starts it; its summary."""
-    steps = arguments.steps or STEPS[profile][arguments.quick]
+    steps = steps_of(profile, case, arguments)
     given = [f"runs={runs}", f"profile={profile}", f"seed={arguments.seed}", f"steps={steps}"]
     given += [f"train.loss.name={loss}", f"groups.dynamic_sampling={str(loss == 'dapo').lower()}"]
-    given += [f"compare={str(profile == 'rollout-heavy').lower()}"]
+    given += [f"compare={str(case == COMPARE).lower()}"]
+    given += [f"{key}={value}" for key, value in OWNER.items() if case == CYCLES]
     given += [f"asynchrony.is_used={str(arguments.asynchronous).lower()}"]
-    name = f"{profile}-{loss}"
+    name = f"{profile}-{case}-{loss}"
     command = [sys.executable, "-m", "rose", "run", "--name", name]
     command += [word for override in given for word in ("--set", override)]
     subprocess.run(command, check=True)
     found: dict[str, Any] = json.loads((runs / name / "summary.json").read_text())
     lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
-    row = {"profile": profile, "loss": loss, "sync": sync_of(arguments)} | found
+    row = {"profile": profile, "case": case, "loss": loss, "sync": sync_of(arguments)} | found
     row |= {"weight_sync_s": weight_sync_s(lines, found), "pause_s": pause_s(lines)} | allocation(lines)
     return row | {f"{key}_reason": why for key, why in MEASURED_IN.items() if row[key] is None}
 
 
 def allocation(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The share of the run in which a wanted device was not usable, and how often one was borrowed."""
-    cycles = {line["number"] for line in lines if line["kind"] == "allocation"}
-    share = allocation_overhead(lines) if cycles else None
-    return {"allocation_overhead_share": share, "borrow_cycles": len(cycles)}
+    """The share of the run in which a wanted device was not usable, and how often one was borrowed and given back."""
+    newest = {line["number"]: line for line in lines if line["kind"] == "allocation"}
+    share = allocation_overhead(lines) if newest else None
+    back = [line for line in newest.values() if line.get("returned_s") is not None]
+    return {"allocation_overhead_share": share, "borrow_cycles": len(back)}
 
 
 def pause_s(lines: list[dict[str, Any]]) -> float | None:

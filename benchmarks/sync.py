@@ -6,6 +6,9 @@ between two steps. `total_s` is from the call of `publish` to the swap of the la
 engine's thread did nothing but swap. `ours` is our codec, `coo` what the paper sends, `full` all the weights; all three
 go through the same chain, relay and checks. tcp and object links are shaped (syncing/links.py) on the receivers' side.
 
+A late joiner is a new process that holds nothing: `total_s` is its fetch alone, and `kernel_s` what of it the system
+spent on this process, most of it on pages of memory that nobody wrote before.
+
 Every transfer is checked: the receivers must arrive at the hash that the publisher published.
 """
 
@@ -28,7 +31,8 @@ from rose.errors import RoseError
 
 COLUMNS = (
     "case", "relay", "receivers", "link_mbit_s", "method", "total_s", "publish_s", "receive_s", "encode_s", "push_s",
-    "fetch_s", "decode_s", "prepare_s", "pause_s", "bytes", "ratio_full_time", "peak_extra_mb", "why",
+    "fetch_s", "decode_s", "kernel_s", "prepare_s", "pause_s", "bytes", "ratio_full_time", "ratio_full_joiner",
+    "peak_extra_mb", "why",
 )  # fmt: skip
 SHAPED = ("tcp", "object")
 EMPTY = dict.fromkeys(("total_s", "pause_s", "bytes", "ratio_full_time", "peak_extra_mb"))
@@ -92,9 +96,9 @@ def measure_method(ends: Cluster, setting: Setting, where: dict[str, Any], metho
         ends.link.shape(mbit_s)
         found = [ends.transfer() for _ in range(count)]
         rows.append({"case": "step", **head, **summary(found)})
-        if setting.late_joiner and method == "ours":
-            joined = ends.late_joiner(where, run, method)
-            rows.append({"case": "late joiner", **head, **summary([joined])})
+        joined = [ends.late_joiner(where, run, method) for _ in range(plan.joiners(setting, method, mbit_s))]
+        if joined:
+            rows.append({"case": "late joiner", **head, **summary(joined)})
     ends.link.shape(None)
     return rows
 
@@ -108,10 +112,17 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def put_ratios(rows: list[dict[str, Any]]) -> None:
-    """Against the full transfer in the same setting, on the same link. A late joiner has nothing else to be held to."""
-    full = {row["link_mbit_s"]: row for row in rows if row["method"] == "full" and row["total_s"] is not None}
+    """Against the full transfer in the same setting, on the same link; a late joiner also against one who reads it all.
+
+    The transfer is published first and goes to memory that was written before; the joiners both begin with nothing.
+    """
+    done = [row for row in rows if row["method"] == "full" and row["total_s"] is not None]
+    full = {row["link_mbit_s"]: row for row in done if row["case"] == "step"}
+    joined = {row["link_mbit_s"]: row for row in done if row["case"] == "late joiner"}
     for row in rows:
-        whole = full.get(row["link_mbit_s"])
+        whole, joiner = full.get(row["link_mbit_s"]), joined.get(row["link_mbit_s"])
+        if row["case"] == "late joiner" and joiner is not None:
+            row["ratio_full_joiner"] = round(joiner["total_s"] / row["total_s"], 2)
         if row["total_s"] is None:
             continue
         if whole is None:

@@ -3,8 +3,8 @@
     python -m doors.stub GATEWAY MODEL DELAY_MS      (the worker's token comes in ROSE_WORKER_TOKEN)
 
 It can be asked in two ways. Directly, it is an HTTP server with the token route. As a worker, it joins the gateway as
-any agent does, tells the tokens of all its turns every tenth of a second, and the last of each as soon as its time has
-come. The difference between the two is the gateway.
+any agent does, tells the tokens of its turns as often as an agent with so many of them would, and the last of each as
+soon as its time has come. The difference between the two is the gateway.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from aiohttp import web
 from rose.front.loops import loop_factory
 from rose.rollout.messages import CONNECT_PATH, Beat, Cancel, Evict, Join, Piece, Tokens, Turn, Welcome, decode_to_agent
 from rose.rollout.outbox import Outbox
+from rose.rollout.runner import gather_s
 
 VERSION, TOKEN, LOGPROB = "0", 7, -0.5
-TELL_S = 0.1
 SEATS, KV_TOKENS, CONTEXT_TOKENS = 4096, 1 << 30, 4096
 
 
@@ -78,7 +78,7 @@ class Worker:
 
     async def tell_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(TELL_S)
+            await asyncio.sleep(gather_s(self.running))
             now_s = asyncio.get_running_loop().time()
             news = [
                 turn.piece(due)

@@ -15,7 +15,7 @@ from itertools import count
 
 from rose.core.pacing import Pacer
 from rose.core.provision import Borrow, Demand, DeviceView, Provision, ProvisionRules, Return
-from rose.core.router import Place, Router, RouterKind, TurnView, WorkerView
+from rose.core.router import RANK_AGAIN_S, Place, Router, RouterKind, TurnView, WorkerView
 from rose.engines.profiles import StepProfile
 from scheduling.lending import BIN_S, Timeline
 from scheduling.trajectories import Trajectory
@@ -91,7 +91,9 @@ class Cluster:
         self._waiting: list[tuple[float, int, LiveTurn]] = []
         self._active_from_s: dict[str, float] = {}
         self._gated_since_s: dict[str, float] = {}
+        self._opened_s: dict[str, float] = {}
         self._is_stuck = False
+        self._rank_again_s = 0.0
         self._left = len(trajectories)
         for number in range(dedicated):
             self._join(FluidWorker(f"dedicated-{number:03}", profile, None))
@@ -250,12 +252,13 @@ class Cluster:
         if timeline is None:
             return WorkerView(worker.name, True, True, SEQUENCES, worker.kv_tokens, 0.0, prefill_tok_s, decode_tok_s)
         share = timeline.shares[timeline.bin_at(max(0.0, self.now_s - BIN_S))]
-        if share > GATED_SHARE:
-            self._gated_since_s.pop(worker.name, None)
+        if share > GATED_SHARE and self._gated_since_s.pop(worker.name, None) is not None:
+            self._opened_s[worker.name] = self.now_s
         gated_since_s = None if share > GATED_SHARE else self._gated_since_s.setdefault(worker.name, self.now_s)
         return WorkerView(
             worker.name, False, True, SEQUENCES, worker.kv_tokens, 0.0, prefill_tok_s, decode_tok_s,
             slack_s=share * BIN_S - GATED_SHARE, gated_since_s=gated_since_s,
+            opened_s=self._opened_s.get(worker.name, 0.0),
         )  # fmt: skip
 
     def _beat(self) -> None:
@@ -272,8 +275,17 @@ class Cluster:
             self._schedule(self.workers[name])
         if self.timelines:
             self._provide()
+        self._rank_again()
         self._place()
         self._at(self.now_s + BEAT_S, self._beat)
+
+    def _rank_again(self) -> None:
+        """More is known of lengths than when they came."""
+        if self.now_s >= self._rank_again_s:
+            self._rank_again_s = self.now_s + RANK_AGAIN_S
+            waiting = [live for _, _, live in self._waiting if live.worker is None]
+            self._waiting = [(self.router.rank(live.view()), live.order, live) for live in waiting]
+            heapq.heapify(self._waiting)
 
     def _remember(self, worker: FluidWorker) -> None:
         """The memory that the device allows rollouts now."""

@@ -53,6 +53,7 @@ class Cluster:
 
     def __init__(self, link: Link, parameters: int, receivers: int, seed: int) -> None:
         self.link, self.parameters = link, parameters
+        self._hash = ""  # of the newest version
         self.publisher = End(link, TRAINER, "publish", parameters, seed)
         self.receivers = [End(link, WORKERS, "receive", parameters, seed) for _ in range(receivers)]
         self._arguments = (link, WORKERS, "receive", parameters, seed)
@@ -75,7 +76,8 @@ class Cluster:
         """One version from the publisher to all receivers, and its figures."""
         published = self.publisher.call("publish")
         received = self._all("fetch", throttle_mbit_s=self._throttle())
-        assert {answer["hash"] for answer in received} == {published["hash"]}, "a receiver holds something else"
+        self._hash = published["hash"]
+        assert {answer["hash"] for answer in received} == {self._hash}, "a receiver holds something else"
         prepared = self._all("prepare")
         self.publisher.call("settle")
         slowest = max(received, key=lambda answer: answer["end_s"])
@@ -96,7 +98,9 @@ class Cluster:
         }
 
     def late_joiner(self, where: dict[str, Any], run: str, method: str) -> dict[str, Any]:
-        """Somebody who holds nothing comes to the newest version."""
+        """Somebody who holds nothing comes to the newest version: by an anchor and deltas, or by all the weights."""
+        if method == "full":
+            self.publisher.call("republish")
         joiner = End(*self._arguments)
         try:
             joiner.answer()
@@ -104,8 +108,10 @@ class Cluster:
             found = joiner.call("fetch", throttle_mbit_s=self._throttle())
         finally:
             joiner.end()
+        assert found["hash"] == self._hash, "who joined late holds something else"
         return {"total_s": found["seconds"]["total"], "bytes": found["bytes"], "pause_s": found["pause_s"],
                 "fetch_s": found["seconds"]["fetch"], "decode_s": found["seconds"]["decode"],
+                "kernel_s": found["kernel_s"],
                 "peak_extra_mb": found["peak_extra_mb"] - self.parameters * 2 / 2**20}  # fmt: skip
 
     def _throttle(self) -> int | None:

@@ -39,7 +39,7 @@ def measured(found: dict[str, Any]) -> list[str]:
     for row in found["rows"]:
         if row.get("total_s") is None:
             continue
-        name = row["method"] if row["case"] == "step" else row["case"]
+        name = row["method"] if row["case"] == "step" else f"{row['case']}, {row['method']}"
         link = row["link_mbit_s"] or "-"
         figures = [row["total_s"], row.get("publish_s"), row.get("receive_s"), row["bytes"] / 1e6]
         figures += [row["pause_s"] * 1e3, row.get("ratio_full_time")]

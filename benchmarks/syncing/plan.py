@@ -58,6 +58,15 @@ def repeats(setting: Setting, method: str, mbit_s: int | None) -> int:
     return setting.repeats if method == "ours" else max(1, setting.repeats // 2)
 
 
+def joiners(setting: Setting, method: str, mbit_s: int | None) -> int:
+    """How many join late, one after the other; all the weights over the slow link take too long for that too."""
+    if not setting.late_joiner or method not in ("ours", "full"):
+        return 0
+    if method == "full":
+        return 1 if mbit_s is None or mbit_s >= 1000 else 0
+    return 3 if mbit_s is None else 1
+
+
 def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     def one(method: str, mbit_s: int | None) -> dict[str, Any]:
         found = [row for row in rows if (row["case"], row["relay"], row["method"], row["link_mbit_s"], row["receivers"])

@@ -18,6 +18,7 @@ from tests.e2e.devices import eventually
 from tests.e2e.running import Run, kill, processes_of
 
 from rose.cli.main import main
+from rose.launch.past_runs import read_run
 from rose.train.warmstart import Recipe, make_warm_start
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -120,15 +121,18 @@ def test_ctrl_c_ends_everything_and_leaves_a_report(tmp_path, model, runs):
     assert run.processes() == {}
     assert run.summary()["steps"] >= 1 and (run.folder / "report.html").exists()
     assert "Traceback" not in run.words
+    assert read_run(run.folder).state == "interrupted"
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_leaves_nothing_behind(tmp_path, model, runs):
     run = started(runs, tmp_path, model, "steps=1000")
     run.until_said(r"step +1/1000")
+    assert read_run(run.folder).state == "running"
     kill(run.process.pid)
     eventually(lambda: run.processes() == {})
     assert run.wait() == -signal.SIGKILL
+    assert read_run(run.folder).state == "broken off"
 
 
 @pytest.mark.slow

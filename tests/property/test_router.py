@@ -46,11 +46,15 @@ class Reference:
     def can_take(self, row: int, outlook, now_s: float) -> bool:
         fleet, turns = self.fleet, self.fleet.turns[row]
         held, idle, kv = fleet.held_tokens[row], fleet.idle_tokens[row], fleet.kv_tokens[row]
-        if fleet.closed_until_s[row] > now_s or now_s - fleet.gated_since_s[row] > self.router.gate_patience_s:
+        is_gated = now_s - fleet.gated_since_s[row] > self.router.gate_patience_s
+        if fleet.closed_until_s[row] > now_s or (is_gated and row != outlook.home):
             return False
         if turns >= fleet.seats[row] or (turns and held + outlook.need_tokens > kv):
             return False
         if not outlook.is_tracked or row == outlook.home:
+            return True
+        is_on_borrowed = outlook.home >= 0 and not fleet.is_dedicated[outlook.home]
+        if fleet.is_dedicated[row] and is_on_borrowed and outlook.urgency >= self.settings.push_urgency:
             return True
         is_empty = turns == 0 and now_s - fleet.empty_since_s[row] >= self.settings.empty_s
         return is_empty or held + idle + outlook.need_tokens <= self.settings.promise_share * kv
@@ -95,7 +99,7 @@ class RouterKeepsItsBooks(RuleBasedStateMachine):
             self.forget_worker(name)
         view = WorkerView(
             name, is_dedicated, is_open or seats > 10, seats, kv_tokens, self.now_s + closed_s,
-            rate and 100 * rate, rate, None, self.now_s if gated else None, version,
+            rate and 100 * rate, rate, None, self.now_s if gated else None, version, self.now_s,
         )  # fmt: skip
         self.workers[name] = view
         self.router.put_worker(view)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rose.core.allocation import Cycle, allocation_overhead_s, allocation_overhead_share
-from rose.launch.watching import allocation_overhead
+from rose.launch.watching import allocation_overhead, count_from_asking
 
 WHOLE = Cycle(1, "a", 10.0, 10.1, "", 10.4, 10.5, 10.5, 50.0, 50.2)
 
@@ -42,3 +42,31 @@ def test_of_a_run_by_the_newest_record_of_every_cycle() -> None:
     lines = [*steps, line(), line(activated_s=21.0, synced_s=22.0, usable_s=22.0), {"kind": "sample", "at_s": 3.0}]
     assert allocation_overhead(lines) == pytest.approx(0.02)
     assert allocation_overhead(lines[2:]) is None
+
+
+def test_time_counts_from_asking_the_owner_not_from_when_the_gateway_hears() -> None:
+    cycles = [
+        Cycle(1, "a", 1.0, 1.0, "", 1.0, 1.0, 1.0, 10.2, 10.2),
+        Cycle(2, "a", 20.3, 20.3, "", 20.4, 20.4, 20.4, 30.1, 30.2),
+        Cycle(3, "a", 50.0, 50.0, "", 50.0, 50.0, 50.0),
+    ]
+    asked = [
+        {"at_s": 10.0, "is_lent": False},
+        {"at_s": 20.0, "is_lent": True},
+        {"at_s": 30.0, "is_lent": False},
+        {"at_s": 40.0, "is_lent": True},
+        {"at_s": 41.0, "is_lent": False},  # before it had heard of the last: no cycle came of it
+        {"at_s": 49.9, "is_lent": True},
+    ]
+    count_from_asking(cycles, asked)
+    assert [(cycle.wanted_s, cycle.returned_s) for cycle in cycles] == [(1.0, 10.0), (20.0, 30.0), (49.9, None)]
+    assert allocation_overhead_s(cycles, 0.0, 100.0) == pytest.approx(0.2 + 0.4 + 0.2 + 0.1)
+
+
+def test_a_run_counts_what_it_asked() -> None:
+    lines: list[dict[str, Any]] = [
+        {"kind": "step", "began_s": 0.0, "step_s": 100.0},
+        {"kind": "asked", "at_s": 20.0, "is_lent": True},
+        {"kind": "allocation", "number": 1, "name": "a", "wanted_s": 20.5, "chosen_s": 20.5, "usable_s": 21.0},
+    ]
+    assert allocation_overhead(lines) == pytest.approx(0.01)

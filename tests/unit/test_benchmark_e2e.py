@@ -42,8 +42,34 @@ def test_one_step_that_differs_is_enough():
 
 def heavy(loss: str, ratio: float, high: float | None, sync: str = "synchronous") -> dict[str, object]:
     row = dict.fromkeys((*e2e.COLUMNS, *e2e.OVERALL))
-    known = {"profile": "rollout-heavy", "loss": loss, "sync": sync, "throughput_ratio": ratio, "lost": 0, "doubled": 0}
-    return row | known | {"throughput_ratio_high": high}
+    known = {"profile": "rollout-heavy", "case": e2e.COMPARE, "loss": loss, "sync": sync, "lost": 0, "doubled": 0}
+    return row | known | {"throughput_ratio": ratio, "throughput_ratio_high": high}
+
+
+def restless(cycles: int, share: float) -> dict[str, object]:
+    changes = {"case": e2e.CYCLES, "borrow_cycles": cycles, "allocation_overhead_share": share}
+    return heavy("dapo", 1.0, None) | changes
+
+
+@pytest.mark.parametrize("cycles, share, oks", [(10, 0.004, [True, True]), (9, 0.004, [True, False]),
+                                                (12, 0.005, [False, True])])  # fmt: skip
+def test_allocation_is_judged_over_enough_cycles_only(cycles, share, oks):
+    row = restless(cycles, share)
+    bars = [bar for bar in e2e.bars_of(row, 10) if "lost" not in bar["what"] and "twice" not in bar["what"]]
+    assert [bar["ok"] for bar in bars] == oks and all("restless owner" in bar["what"] for bar in bars)
+    found = e2e.overall([heavy("dapo", 1.4, None) | {"borrow_cycles": 4}, row])
+    assert (found["borrow_cycles"], found["allocation_overhead_share"]) == (cycles, share)
+    assert found["throughput_ratio"] == 1.4, "which a restless owner has nothing to say to"
+
+
+def test_jobs_and_their_steps():
+    given = e2e.options().parse_args(["--quick"])
+    assert e2e.jobs_of(given) == [
+        ("default", "learn", "dapo"), ("rollout-heavy", "compare", "dapo"), ("rollout-heavy", "cycles", "dapo"),
+    ]  # fmt: skip
+    assert [e2e.steps_of(*job[:2], given) for job in e2e.jobs_of(given)] == [10, 4, 4]
+    given = e2e.options().parse_args(["--profile", "rollout-heavy", "--cycles", "0", "--steps", "8"])
+    assert [e2e.steps_of(*job[:2], given) for job in e2e.jobs_of(given)] == [8]
 
 
 @pytest.mark.parametrize("high, ok", [(1.5, True), (1.3, False)])
@@ -84,3 +110,14 @@ def test_the_pause_is_told_by_steps_or_behind_them():
 
 def test_no_cycle_is_no_figure():
     assert e2e.allocation([{"kind": "step"}]) == {"allocation_overhead_share": None, "borrow_cycles": 0}
+
+
+def test_only_what_was_given_back_is_a_cycle():
+    lines = [
+        {"kind": "step", "began_s": 0.0, "step_s": 100.0},
+        {"kind": "allocation", "number": 1, "name": "a", "wanted_s": 1.0, "chosen_s": 1.0, "usable_s": 1.5},
+        {"kind": "allocation", "number": 1, "name": "a", "wanted_s": 1.0, "chosen_s": 1.0, "usable_s": 1.5,
+         "returned_s": 9.0, "released_s": 9.5},
+        {"kind": "allocation", "number": 2, "name": "a", "wanted_s": 20.0, "chosen_s": 20.0, "usable_s": 20.0},
+    ]  # fmt: skip
+    assert e2e.allocation(lines) == {"allocation_overhead_share": pytest.approx(0.01), "borrow_cycles": 1}

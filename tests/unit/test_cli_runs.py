@@ -11,6 +11,9 @@ from tests.unit.launch_lines import run_lines, served
 
 from rose.cli import main as cli
 from rose.config.load import write_resolved
+from rose.errors import Unavailable
+from rose.launch.ending import Stopped, last_word
+from rose.launch.locking import RunLock
 from rose.launch.past_runs import past_runs, read_run
 from rose.launch.settings import RunSettings
 from rose.launch.summing_up import priced_by, summary_of
@@ -29,11 +32,17 @@ def written(runs: Path, name: str, *, is_summed_up: bool = True, at_s: float = 1
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "serving.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if is_summed_up:
+        append(folder, {"kind": "finished", "step": 8})
         summary = {"name": name} | summary_of(lines, rows, *priced_by(folder / "settings.yaml"))
         (folder / "summary.json").write_text(json.dumps(summary))
     for file in folder.iterdir():
         os.utime(file, (at_s, at_s))
     return folder
+
+
+def append(folder: Path, *lines: dict[str, object]) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def said(capsys, *words: object) -> str:
@@ -109,8 +118,54 @@ def test_a_run_that_was_killed_has_the_figures_of_what_it_wrote(tmp_path, capsys
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "step": 9, "is_bor')
     found = read_run(folder)
-    assert found.state == "unfinished" and found.summary["steps"] == 8
-    assert "still runs, or was killed" in said(capsys, "ls", "--runs", tmp_path)
+    assert found.state == "broken off" and found.summary["steps"] == 8
+    listed = said(capsys, "ls", "--runs", tmp_path)
+    assert "broken off" in listed and f"rose run --resume {folder}" in listed
+
+
+SAMPLE = {"kind": "sample", "at_s": 1.0, "turns": {}, "running": {}, "version": "1"}
+FINISHED = {"kind": "finished", "step": 8}
+STOPPED = {"kind": "ended", "at_s": 1.0, **last_word(Stopped())}
+FAILED = {"kind": "ended", "at_s": 1.0, **last_word(Unavailable("the disk is full", hint="free some"))}
+RESUMED = {"kind": "resume", "step": 8}
+
+
+@pytest.mark.parametrize(
+    "lines, state, word",
+    [
+        pytest.param([FINISHED, SAMPLE], "finished", "", id="to its end"),
+        pytest.param([STOPPED, SAMPLE, SAMPLE], "interrupted", "stopped before its last step", id="Ctrl-C"),
+        pytest.param([FAILED], "failed", "an error ended it: the disk is full", id="an error"),
+        pytest.param([STOPPED, RESUMED], "broken off", "killed", id="resumed, then killed"),
+        pytest.param([STOPPED, RESUMED, FINISHED], "finished", "", id="resumed, then to its end"),
+        pytest.param([FINISHED, RESUMED, STOPPED], "interrupted", "stopped", id="more steps, then Ctrl-C"),
+        pytest.param([SAMPLE], "broken off", "killed", id="no word"),
+    ],
+)
+def test_how_a_run_ended(tmp_path, capsys, lines, state, word):
+    folder = written(tmp_path, "it", is_summed_up=False)
+    append(folder, *lines)
+    found = read_run(folder)
+    assert (found.state, found.summary["steps"]) == (state, 8)
+    assert word in found.trouble and bool(word) == bool(found.trouble)
+    assert state in said(capsys, "ls", "--runs", tmp_path) and state in said(capsys, "show", "--runs", tmp_path)
+
+
+def test_a_run_that_still_goes_on(tmp_path, capsys):
+    folder = written(tmp_path, "it", is_summed_up=False)
+    lock = RunLock(folder)
+    assert (read_run(folder).state, read_run(folder).trouble) == ("running", "")
+    assert "running" in said(capsys, "ls", "--runs", tmp_path)
+    lock.close()
+    assert read_run(folder).state == "broken off"
+
+
+@pytest.mark.parametrize("steps, state", [(8, "finished"), (20, "interrupted")])
+def test_runs_of_earlier_versions_said_nothing_of_their_end(tmp_path, steps, state):
+    folder = written(tmp_path, "old", steps=steps)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(line for line in lines if "finished" not in line))
+    assert read_run(folder).state == state
 
 
 def test_a_summary_of_an_earlier_version_is_made_again(tmp_path):
@@ -123,9 +178,9 @@ def test_a_summary_of_an_earlier_version_is_made_again(tmp_path):
 @pytest.mark.parametrize(
     "file, content, state, word",
     [
-        ("summary.json", b'{"steps": 2', "unfinished", "summary.json cannot be read"),
-        ("summary.json", b"[1, 2]", "unfinished", "holds no figures"),
-        ("summary.json", b"\xff\xfe", "unfinished", "summary.json cannot be read"),
+        ("summary.json", b'{"steps": 2', "finished", "summary.json cannot be read"),
+        ("summary.json", b"[1, 2]", "finished", "holds no figures"),
+        ("summary.json", b"\xff\xfe", "finished", "summary.json cannot be read"),
         ("settings.yaml", b"a: b: c", "finished", "settings.yaml cannot be read"),
         ("settings.yaml", b"\xff\xfe\x00", "finished", "settings.yaml cannot be read"),
         ("settings.yaml", b"", "finished", ""),
@@ -159,7 +214,7 @@ def test_lines_that_are_of_something_else_are_told(tmp_path, capsys, metrics):
 def test_a_folder_with_settings_alone_is_a_run_that_did_nothing_yet(tmp_path, capsys):
     write_resolved(RunSettings(name="begun"), tmp_path / "begun")
     [found] = past_runs(tmp_path)
-    assert (found.state, found.summary["steps"]) == ("unfinished", 0)
+    assert (found.state, found.summary["steps"]) == ("broken off", 0)
     assert "begun" in said(capsys, "show", "begun", "--runs", tmp_path)
 
 

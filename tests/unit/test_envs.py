@@ -287,7 +287,7 @@ def test_an_environment_that_cannot_even_be_closed_harms_nobody(is_quick):
 
 
 def test_too_many_hung_calls_are_an_error_of_their_own(monkeypatch):
-    monkeypatch.setattr(base, "_hung", set())
+    monkeypatch.setattr(base, "_left", {})
     monkeypatch.setattr(base, "HUNG_THREADS_MAX", 2)
     scripted = Scripted(["hang"] * 3)
     with pytest.raises(EnvironmentFailed, match="2 calls to environments never came back"):

@@ -24,6 +24,14 @@ def pictures(text):
     return re.findall(r"<svg.*?</svg>", text, re.DOTALL)
 
 
+@pytest.mark.parametrize("steps", [0, 8])
+def test_a_run_that_ended_early_says_so(steps):
+    lines = run_lines(steps)
+    assert "The run" not in page(lines)
+    assert "The run was interrupted." in page([*lines, {"kind": "ended", "how": "interrupted", "why": ""}])
+    assert "The run failed: a &lt;b&gt;." in page([*lines, {"kind": "ended", "how": "failed", "why": "a <b>"}])
+
+
 def test_all_pictures_are_there_and_well_formed():
     text = page(run_lines(), [served(100 + second / 2) for second in range(80)])
     found = pictures(text)

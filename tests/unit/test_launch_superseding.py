@@ -52,7 +52,8 @@ def test_the_last_word_holds():
 
 def test_what_was_said_at_an_end_that_was_none_counts_no_more():
     lines = [*steps(1), {"kind": "weights", "hash": "a"}, {"kind": "finished", "step": 1}, resume(1), *steps(2)]
-    assert [line["kind"] for line in counted(lines)] == ["step", "resume", "step"]
+    lines += [{"kind": "ended", "how": "interrupted"}, resume(2)]
+    assert [line["kind"] for line in counted(lines)] == ["step", "resume", "step", "resume"]
 
 
 def test_the_balance_is_that_of_the_last_step_that_counts():

@@ -10,10 +10,8 @@ import torch
 
 from rose.config.load import load_settings
 from rose.errors import ConfigError
-from rose.models.presets import write_preset
-from rose.train.advantages import group_advantages, overlong_loss
+from rose.train.advantages import group_advantages, member_advantages, member_of, overlong_loss
 from rose.train.losses import LOSSES, Loss, ScoredTokens, by_sequence, by_token, compute_loss, find_loss
-from rose.train.model import CausalModel
 from rose.train.settings import LossSettings, TrainSettings, check_train
 
 GRPO = LossSettings(name="grpo", clip_low=0.2, clip_high=0.28)
@@ -44,6 +42,23 @@ def test_advantages_by_hand():
     assert group_advantages([0.0, 0.0, 0.0, 1.0], "none") == pytest.approx([-0.25, -0.25, -0.25, 0.75])
     assert group_advantages([2.0, 2.0]) == [0.0, 0.0]
     assert sum(group_advantages([0.3, -0.1, 1.0, 0.9])) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    "name, member", [("r/0/1", "r/0/1"), ("r/0/1~1", "r/0/1"), ("r/0/1~12", "r/0/1"), ("~x", "~x")]
+)
+def test_branches_are_named_after_their_member(name, member):
+    assert member_of(name) == member
+
+
+def test_all_branches_of_a_member_have_its_advantage():
+    low, high = group_advantages([0.0, 1.0])
+    assert member_advantages([("a", 0.0), ("a~1", 0.0), ("a~2", 0.0), ("b", 1.0)]) == [low, low, low, high]
+    assert member_advantages([("a", 0.0), ("a~1", -0.5), ("b", 0.5)]) == group_advantages([-0.5, 0.5])[:1] * 2 + [
+        group_advantages([-0.5, 0.5])[1]
+    ], "the branch that lost most for its length counts"
+    assert member_advantages([("a", 0.0), ("a", 1.0)]) == [low, high], "a name that is used twice is two members"
+    assert member_advantages([("a", 0.0), ("a~1", 0.0)]) is None and member_advantages([]) is None
 
 
 def test_grpo_by_hand():
@@ -161,12 +176,24 @@ def test_stale_tokens_are_corrected_twice_over():
 def test_divergence_from_the_reference_by_hand():
     # r - log r - 1 with r = reference / new: 0 at 1, 1 - log 2 at 2, log 2 - 0.5 at a half.
     given = tokens([1.0] * 3, [0.0] * 3, reference=[1.0, 2.0, 0.5])
-    found = compute_loss(given, LossSettings(kl_beta=0.3))
+    found = compute_loss(given, LossSettings(kl_beta=0.3, kl_is_unbiased=False))
     expected = (1 - math.log(2)) + (math.log(2) - 0.5)
     assert found.reference_divergence_sum == pytest.approx(expected)
     assert found.value.item() == pytest.approx(0.3 * expected / 3)
     found.value.backward()
     assert given.new.grad.tolist() == pytest.approx([0.0, 0.3 * (1 - 2) / 3, 0.3 * (1 - 0.5) / 3])
+
+
+def test_the_gradient_of_the_divergence_is_right_on_average():
+    # d(ratio x k3)/d(new) at a ratio of 1 is k3 + 1 - r = -log r, whose mean is the gradient of the divergence itself.
+    given = tokens([1.0] * 3, [0.0] * 3, reference=[1.0, 2.0, 0.5])
+    found = compute_loss(given, LossSettings(kl_beta=0.3))
+    assert found.value.item() == pytest.approx(0.3 * 0.5 / 3), "the value is the same"
+    found.value.backward()
+    assert given.new.grad.tolist() == pytest.approx([0.0, -0.1 * math.log(2), 0.1 * math.log(2)])
+    # A token that has become twice as likely counts twice.
+    given = tokens([2.0], [0.0], reference=[2.0])
+    assert compute_loss(given, LossSettings(kl_beta=1.0)).value.item() == pytest.approx(2 * (1 - math.log(2)))
 
 
 def test_the_gap_between_trainer_and_engine():
@@ -211,93 +238,3 @@ def test_an_unknown_loss_names_the_nearest():
     assert isinstance(find_loss("dapo"), Loss)
     with pytest.raises(ConfigError, match="did you mean grpo"):
         find_loss("gropo")
-
-
-# Against another trainer
-
-TRL_LOSSES = {
-    "grpo": {"loss_type": "grpo", "epsilon": 0.2},
-    "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
-    "gspo": {
-        "loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.05,
-    },
-    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
-}  # fmt: skip
-OURS = {"sequence_clip_low": 0.02, "sequence_clip_high": 0.05, "weight_max": 1.2}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kl_beta", [0.0, 0.1])
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_same_batch_has_the_value_that_trl_finds(tmp_path, name, kl_beta):
-    trl = pytest.importorskip("trl", reason="TRL is not installed: losses are not compared with it (pip install trl)")
-    batch = PaddedBatch(write_preset("frozenlake-1m", tmp_path / "model"))
-    expected = batch.loss_of_trl(trl, tmp_path, TRL_LOSSES[name] | {"beta": kl_beta})
-    settings = LossSettings(name=name, kl_beta=kl_beta, **OURS)
-    assert batch.loss(settings, LOSSES[name].weigh) == pytest.approx(expected, rel=1e-3, abs=1e-5)
-
-
-class PaddedBatch:
-    """Four answers of different lengths to one prompt, with older and reference log-probabilities made up."""
-
-    PROMPT, LENGTHS, ADVANTAGES = [10, 11, 12], [2, 5, 3, 5], [1.5, -0.5, 0.7, -1.7]
-
-    def __init__(self, folder):
-        self.folder, self.model = folder, CausalModel.load(folder)
-        generator = torch.Generator().manual_seed(7)
-        size = (len(self.LENGTHS), max(self.LENGTHS))
-        self.answers = torch.randint(20, 100, size, generator=generator)
-        self.mask = torch.arange(size[1])[None, :] < torch.tensor(self.LENGTHS)[:, None]
-        self.old_shift = torch.randn(size, generator=generator) * 0.2
-        self.reference_shift = torch.randn(size, generator=generator) * 0.5
-        prompt = torch.tensor([self.PROMPT] * size[0])
-        self.ids = torch.cat([prompt, torch.where(self.mask, self.answers, 0)], dim=1)
-        scored = torch.cat([torch.zeros_like(prompt, dtype=torch.bool), self.mask], dim=1)
-        self.new = self.model.logprobs(self.ids, scored)[0].detach()
-
-    def loss(self, settings, weigh):
-        rows = self.mask.nonzero()[:, 0]
-        given = ScoredTokens(
-            new=self.new,
-            old=self.new + self.old_shift[self.mask],
-            rollout=self.new + self.old_shift[self.mask],
-            advantages=torch.tensor(self.ADVANTAGES)[rows],
-            weights=torch.tensor(weigh(self.LENGTHS))[rows],
-            sequences=rows,
-            reference=self.new + self.reference_shift[self.mask] if settings.kl_beta else None,
-        )
-        return compute_loss(given, settings).value.item()
-
-    def loss_of_trl(self, trl, folder, settings):
-        from datasets import Dataset
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        rows = len(self.LENGTHS)
-        arguments = trl.GRPOConfig(
-            output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
-            per_device_train_batch_size=rows, num_generations=rows, **settings,
-        )  # fmt: skip
-        trainer = trl.GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32),
-            processing_class=AutoTokenizer.from_pretrained(self.folder),
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
-            train_dataset=Dataset.from_list([{"prompt": "x"}]),
-            args=arguments,
-        )
-        trainer.current_gradient_accumulation_steps = 1
-        return float(trainer._compute_loss(trainer.model.train(), self._inputs_of_trl()))
-
-    def _inputs_of_trl(self):
-        """Its log-probabilities are padded as its answers are."""
-        new = torch.zeros(self.mask.shape).masked_scatter(self.mask, self.new)
-        prompt = self.ids[:, : len(self.PROMPT)]
-        return {
-            "prompt_ids": prompt,
-            "prompt_mask": torch.ones_like(prompt),
-            "completion_ids": self.ids[:, len(self.PROMPT) :],
-            "completion_mask": self.mask.long(),
-            "advantages": torch.tensor(self.ADVANTAGES),
-            "old_per_token_logps": new + self.old_shift,
-            "ref_per_token_logps": new + self.reference_shift,
-            "num_items_in_batch": self.mask.sum(),
-        }

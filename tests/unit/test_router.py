@@ -159,6 +159,16 @@ def test_a_worker_that_takes_longer_than_it_says_is_found_out() -> None:
     assert chosen(router, TurnView("", None, 1000, 100), NOW_S + 21) == "b"
 
 
+def test_a_worker_that_is_quick_for_most_and_shut_for_some_promises_no_more_than_it_keeps() -> None:
+    router = made("cost", A)
+    predicted_s = router.choose(TurnView("", None, 1000, 100), 0.0).predicted_s  # type: ignore[union-attr]
+    for number in range(200):
+        router.placed(str(number), TurnView("", None, 1000, 100), "a", 100.0 * number)
+        taken_s = predicted_s * (4.0 if number % 4 == 3 else 0.25)
+        router.ended(str(number), "ended", 100, 100.0 * number + taken_s)
+    assert 0.8 < float(router._fleet.pace[0]) < 1.7, "the mean is 1.2, half of all turns are quicker by far"
+
+
 def test_trajectories_that_begin_wait_while_all_memory_is_promised() -> None:
     router = made("cost", replace(A, kv_tokens=10_000))
     play(router, "old", "a", 8500)
@@ -186,17 +196,77 @@ def test_those_who_have_begun_go_first_and_the_longest_before_the_others() -> No
     assert {made("paper", A).rank(turn) for turn in turns} == {0.0}
 
 
-def test_turns_leave_a_shut_gate_once_waiting_has_cost_as_much() -> None:
+def test_one_far_longer_than_usual_leaves_a_borrowed_worker_though_memory_elsewhere_is_promised() -> None:
+    slow = replace(LENT, prefill_tok_s=1000.0, decode_tok_s=10.0)
+    router = made("cost", replace(A, kv_tokens=10_000), slow, turns={"a": 1})
+    for number in range(16):
+        long = number % 2
+        router.finished(f"{number}", f"group {number // 4 * 2 + long}", 10, 8000 if long else 200)
+    for number in range(8):
+        play(router, f"here {number}", "a", 1100, "group 0")
+    for trajectory, group, worker in (("usual", "group 0", "lent"), ("long", "group 1", "a")):
+        play(router, trajectory, "lent", 1000, group)
+        assert chosen(router, TurnView(trajectory, group, 1000, 100)) == worker
+
+
+def test_of_groups_of_which_nothing_is_known_those_go_first_of_which_the_fewest_have_begun() -> None:
+    router = made("cost", A)
+    play(router, "first", "a", 1000, "g")
+    turns = [TurnView("second", "g", 1000, 10), TurnView("other", "h", 1000, 10), TurnView("alone", None, 1000, 10)]
+    assert [turn.trajectory for turn in sorted(turns, key=router.rank)] == ["other", "alone", "second"]
+
+
+def test_turns_leave_a_gate_that_is_shut_for_far_longer_than_usual_where_another_place_costs_less() -> None:
     router = made("cost", A, LENT)
-    long, short = TurnView("long", None, 40_000, 100), TurnView("short", None, 100, 100)
-    router.placed("1", long, "lent", 50.0)
-    router.placed("2", short, "lent", 50.0)
+    long, short = TurnView("long", None, 60_000, 100), TurnView("short", None, 100, 100)
+    router.placed("1", short, "lent", 50.0)
+    router.placed("2", long, "lent", 50.0)
+    for number in range(6):  # who would lose while a long prompt is computed there
+        router.placed(f"there {number}", TurnView("", None, 100, 100), "a", 50.0)
     router.put_worker(replace(LENT, gated_since_s=NOW_S))
-    assert router.strays(NOW_S + 1.9) == []
-    assert [stray.turn_id for stray in router.strays(NOW_S + 2.1)] == ["2"]
-    assert [stray.turn_id for stray in router.strays(NOW_S + 4.5)] == ["1", "2"]
+    assert router.strays(NOW_S + 14.9) == [], "three times five seconds"
+    assert [stray.turn_id for stray in router.strays(NOW_S + 15.1)] == ["1"]
+    assert [stray.turn_id for stray in router.strays(NOW_S + 60.0)] == ["1", "2"]
+    router.put_worker(replace(LENT, gated_since_s=NOW_S, is_open=False))
+    assert [stray.turn_id for stray in router.strays(NOW_S + 2.1)] == ["1"], "it says itself that it is closed"
     router.remove_worker("a")
     assert router.strays(NOW_S + 60) == [], "there is nowhere to go"
+
+
+def test_how_long_a_gate_is_usually_shut_is_learnt_and_one_storm_is_not_the_weather() -> None:
+    router, shut = made("cost", A, LENT), replace(LENT, gated_since_s=NOW_S)
+    router.placed("1", TURN, "lent", 50.0)
+    for number in range(30):
+        router.put_worker(replace(LENT, gated_since_s=float(number)))
+        router.put_worker(replace(LENT, opened_s=number + 1.0))
+    router.put_worker(shut)
+    assert router.strays(NOW_S + 2.9) == []
+    assert [stray.turn_id for stray in router.strays(NOW_S + 3.5)] == ["1"]
+    router.put_worker(replace(LENT, opened_s=NOW_S + 1000))
+    router.put_worker(replace(LENT, gated_since_s=NOW_S + 1000, opened_s=NOW_S + 1000))
+    assert router.strays(NOW_S + 1008) == []
+    assert [stray.turn_id for stray in router.strays(NOW_S + 1009)] == ["1"]
+
+
+@pytest.mark.parametrize("kind", ["paper", "least"])
+def test_the_other_rules_let_turns_leave_a_shut_gate_after_two_seconds(kind: RouterKind) -> None:
+    router = made(kind, A, LENT)
+    router.placed("1", TurnView("long", None, 40_000, 100), "lent", 50.0)
+    router.put_worker(replace(LENT, gated_since_s=NOW_S))
+    assert router.strays(NOW_S + 1.9) == []
+    assert [stray.turn_id for stray in router.strays(NOW_S + 2.1)] == ["1"]
+
+
+def test_a_trajectory_waits_behind_the_gate_of_its_home_unless_that_costs_more() -> None:
+    router = made("cost", A, LENT)
+    play(router, "t", "lent", 40_000)
+    router.put_worker(replace(LENT, gated_since_s=NOW_S))
+    at_home, elsewhere = TurnView("t", None, 40_000, 100), TurnView("u", None, 40_000, 100)
+    assert chosen(router, at_home, NOW_S + 3) == "lent"
+    assert chosen(router, elsewhere, NOW_S + 3) == "a"
+    assert chosen(router, at_home, NOW_S + 30) == "a"
+    router.put_worker(replace(LENT, is_open=False, gated_since_s=NOW_S))
+    assert chosen(router, at_home, NOW_S + 3) == "a"
 
 
 def test_the_word_of_a_worker_that_left_counts_no_more() -> None:

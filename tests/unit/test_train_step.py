@@ -70,6 +70,16 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_branches_of_one_trajectory_are_learnt_from_as_one_member(folder):
+    trainer = Trainer(CausalModel.load(folder), TrainSettings(warm_up_steps=0))
+    good = logprob_of(trainer.model, GOOD), logprob_of(trainer.model, [40, 41])
+    group = [trajectory("a", GOOD, 1.0), trajectory("a~1", [40, 41], 1.0), trajectory("b", BAD, 0.0)]
+    report = trainer.learn([group])
+    assert (report.verdict, report.trajectories) == ("updated", 3)
+    assert all(logprob_of(trainer.model, own) > before for own, before in zip((GOOD, [40, 41]), good))
+    assert trainer.learn([group[:2]]).verdict == "starved", "there is nothing to compare them with"
+
+
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo", "cispo"])
 @pytest.mark.parametrize("updates", [1, 3])
 def test_what_was_rewarded_becomes_likelier(folder, loss, updates):

@@ -17,12 +17,11 @@ from rose.core.facts import RunningRequest, StepFeatures, WaitingRequest
 from rose.core.passive import FinishedStep, Milestone, MilestoneKind
 from rose.engines.vllm import board as board_module
 from rose.engines.vllm import finding
-from rose.engines.vllm.board import STALE_S, STEPS_KEPT, About, BoardReader, BoardWriter, about_me
+from rose.engines.vllm.board import IN_STEP, NO_STEP, STALE_S, STEPS_KEPT, About, BoardReader, BoardWriter, about_me
 from rose.engines.vllm.desk import Control, Status, control_sheet, status_sheet
 from rose.engines.vllm.mapped import SLOTS, MappedFile, Ring, Slots, Torn
 from rose.errors import ConfigError, Unavailable
 
-NO_STEP = FinishedStep()
 SHAPE = StepFeatures(3, 40, 50, 2)
 
 
@@ -64,7 +63,7 @@ def test_nothing_was_shown_yet(reader: BoardReader) -> None:
 
 
 def test_a_view_comes_over_whole(writer: BoardWriter, reader: BoardReader) -> None:
-    step = FinishedStep(10.0, 10.5, SHAPE)
+    step = (10.0, 10.5, *dataclasses.astuple(SHAPE))
     writer.view(11.0, flat((1.5, 30), (2.5, 7)), flat((10.5, 400, 0.5)), kv_used_blocks=7, last=step)
     seen = reader.look()
     assert seen is not None
@@ -87,7 +86,7 @@ def test_any_view_comes_over_whole(tmp_path_factory, waiting, running) -> None:
         writer.view(1.0, flat(*waiting), flat(*running), 0, NO_STEP)
     seen = reader.look()
     assert seen is not None
-    assert [(one.arrival_s, one.tokens_left) for one in seen.view.waiting] == waiting
+    assert [(one.arrival_s, one.tokens_left) for one in seen.view.waiting] == sorted(waiting, key=lambda one: one[0])
     assert [(one.last_token_s, one.context_tokens, one.arrival_s) for one in seen.view.running] == running
     assert seen.view.number == SLOTS + 1
     reader.close()
@@ -116,10 +115,31 @@ def test_who_came_after_the_view_waits(writer: BoardWriter, reader: BoardReader)
     assert (seen.view.waiting, len(seen.view.running)) == ((), 1)
 
 
+def test_a_step_that_changed_nobody_goes_on_from_the_view(writer: BoardWriter, reader: BoardReader) -> None:
+    rows = flat((IN_STEP, 400 - 7, 0.5), (9.5, 20 - 7, 0.5))
+    shape = dataclasses.astuple(SHAPE)
+    writer.view(11.0, (), rows, kv_used_blocks=7, last=(10.0, 10.5, *shape), together=7)
+    writer.step((10.5, 11.5, *shape), kv_used_blocks=8, together=8, is_view=True)
+    seen = reader.look()
+    assert seen.view.running == (RunningRequest(11.5, 401, 0.5), RunningRequest(9.5, 21, 0.5))
+    assert (seen.view.number, seen.view.kv_used_bytes, seen.view.last_step_s, seen.written_s) == (2, 8_000, 1.0, 11.5)
+    writer.view(12.0, (), (), kv_used_blocks=0)
+    assert reader.look().view.is_idle, "a newer view owes nothing to an older step"
+
+
+def test_a_step_of_a_view_that_is_not_there_is_torn(writer: BoardWriter, reader: BoardReader) -> None:
+    """On a machine that reorders writes."""
+    writer.view(1.0, (), (), 0)
+    writer._view_slot = 2
+    writer.step(NO_STEP)
+    with pytest.raises(Torn):
+        reader.look()
+
+
 def test_steps_and_milestones_are_told_once_in_order(writer: BoardWriter, reader: BoardReader) -> None:
     writer.view(0.0, [], [], 0, NO_STEP)
     for number in range(5):
-        writer.step(number, number + 0.5, dataclasses.replace(SHAPE, new_tokens=number))
+        writer.step((number, number + 0.5, number, *dataclasses.astuple(SHAPE)[1:]))
     writer.milestone(MilestoneKind.ENDED, 9, 4.0, tokens=3)
     seen = reader.look()
     assert [step.features.new_tokens for step in seen.steps] == [0, 1, 2, 3, 4]
@@ -132,7 +152,7 @@ def test_steps_and_milestones_are_told_once_in_order(writer: BoardWriter, reader
 def test_who_reads_too_late_is_told_what_it_missed(writer: BoardWriter, reader: BoardReader) -> None:
     writer.view(0.0, [], [], 0, NO_STEP)
     for number in range(STEPS_KEPT + 100):
-        writer.step(number, number + 0.5, SHAPE)
+        writer.step((number, number + 0.5, *dataclasses.astuple(SHAPE)))
     seen = reader.look()
     assert len(seen.steps) + seen.lost == STEPS_KEPT + 100
     assert seen.lost >= 100
@@ -168,10 +188,9 @@ def test_a_writer_that_stopped_says_why(writer: BoardWriter, reader: BoardReader
 WRITE_ONE = """
 import sys, time
 from pathlib import Path
-from rose.core.passive import FinishedStep
 from rose.engines.vllm.board import BoardWriter, about_me
 writer = BoardWriter(Path(sys.argv[1]), about_me("e", "m", step_tokens=1, sequences=1, kv_blocks=1, block_bytes=1))
-writer.view(time.monotonic(), [], [], 0, FinishedStep())
+writer.view(time.monotonic(), [], [], 0)
 print("shown", flush=True)
 sys.stdin.read()
 """
@@ -179,16 +198,18 @@ sys.stdin.read()
 WRITE_FAST = """
 import sys
 from pathlib import Path
-from rose.core.facts import StepFeatures
-from rose.core.passive import FinishedStep, MilestoneKind
+from rose.core.passive import MilestoneKind
 from rose.engines.vllm.board import BoardWriter, about_me
 writer = BoardWriter(Path(sys.argv[1]), about_me("e", "m", step_tokens=1, sequences=1, kv_blocks=1, block_bytes=1))
 print("shown", flush=True)
 for number in range(1, 40_000):
     count = 1 + number % 50
-    step = FinishedStep(0.0, number, StepFeatures(number, number, number, number))
-    writer.view(number, [number] * (2 * count), [number] * (3 * count), number, step)
-    writer.step(number, number, step.features)
+    shape = (number, number, number, number)
+    step = (number, number, *shape)
+    writer.view(number, [number] * (2 * count), [0.0, number, number] * count, number, step)
+    writer.step(step, number)
+    writer.step((number, number + 0.25, *shape), number, together=1, is_view=True)
+    writer.step((number, number + 0.5, *shape), number, together=2, is_view=True)
     writer.milestone(MilestoneKind.ENDED, number, number, number)
 """
 
@@ -231,15 +252,16 @@ def test_a_reader_beside_a_fast_writer_never_sees_half_a_view(path: Path) -> Non
             continue
         if seen is None:
             continue
-        number = seen.view.number
-        assert number >= newest
-        views, newest, lost = views + (number > newest), number, lost + seen.lost
+        assert seen.view.number >= newest
+        views, newest, lost = views + (seen.view.number > newest), seen.view.number, lost + seen.lost
+        number, again = divmod(newest + 2, 3)
         assert {one.tokens_left for one in seen.view.waiting} == {number}
-        assert {one.last_token_s for one in seen.view.running} == {float(number)}
+        assert {one.last_token_s for one in seen.view.running} == {seen.written_s} == {number + again / 4}
+        assert {one.context_tokens for one in seen.view.running} == {number + again}
         assert len(seen.view.running) == len(seen.view.waiting) == 1 + number % 50
         assert seen.view.last_step == StepFeatures(number, number, number, number)
         for step in seen.steps:
-            assert step.features.kv_read_tokens == step.ended_s == step.began_s
+            assert step.features.kv_read_tokens == step.began_s == int(step.ended_s)
         steps += len(seen.steps) + len(seen.milestones)
     assert views > 10
     assert steps + lost > views
@@ -273,7 +295,7 @@ def test_a_ring_tells_every_record_or_that_it_is_lost(tmp_path_factory, appended
     ring, seen, told = Ring(file, 0, 16, 2), 0, 0
     for count in appended:
         for _ in range(count):
-            ring.append((ring.number + 1, 0.5))
+            ring.append(ring.number + 1, 0.5)
         found, lost = ring.since(seen)
         assert [number for number, _ in found] == list(range(seen + 1 + lost, ring.number + 1))
         assert all(values == (number, 0.5) for number, values in found)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import stat
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,11 @@ from rose.launch.settings import RunSettings, load_run_settings
 
 SERVING, ROLLOUT, GATEWAY = Path("models/serving"), Path("models/rollout"), "http://127.0.0.1:1"
 PLACEMENT = Placement("cpu:0", "cpu:1", (1,))
+
+
+@pytest.fixture(autouse=True)
+def vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_cast, "_missing", lambda where: ())
 
 
 def settings(*overrides: str) -> RunSettings:
@@ -78,3 +85,60 @@ def test_the_interpreter_is_the_one_named_or_that_of_the_environment(monkeypatch
     monkeypatch.setenv(vllm_cast.PYTHON_VARIABLE, "elsewhere/python")
     assert vllm_cast.python(plain) == "elsewhere/python"
     assert vllm_cast.python(settings()) == "other/python"
+
+
+# An interpreter that does not have it
+
+
+def interpreter(folder: Path, says: str, code: int = 0) -> str:
+    """That answers every question so."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\necho {says}\nexit {code}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "says, what, hint",
+    [
+        pytest.param("vllm rose", "environment of its own", "make venv-vllm", id="neither"),
+        pytest.param(
+            "vllm", "environment of its own", "vllm_python=.venv-vllm/bin/python, or ROSE_VLLM_PYTHON", id="vllm"
+        ),
+        pytest.param("rose", "has vLLM but not ROSE", "pip install --no-deps -e .", id="rose"),
+    ],
+)
+@pytest.mark.parametrize("name", ["serving", "worker"])
+def test_what_is_missing_is_said_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str, what: str, hint: str
+) -> None:
+    monkeypatch.undo()
+    python = interpreter(tmp_path, says)
+    other = "worker" if name == "serving" else "serving"
+    chosen = settings(f"vllm_python={python}", f"{other}.engine=embedded")
+    with pytest.raises(ConfigError, match=what) as told:
+        vllm_cast.check(chosen)
+    assert told.value.what.startswith(f"{name}.engine is vllm") and python in told.value.what
+    assert told.value.hint is not None and hint in told.value.hint
+    start = partial(cast.borrowed, SERVING) if name == "serving" else cast.dedicated
+    with pytest.raises(ConfigError, match=what):
+        start(ROLLOUT, chosen, PLACEMENT, GATEWAY)
+
+
+def test_what_is_no_interpreter_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for python in (str(tmp_path / "nowhere"), interpreter(tmp_path, "", code=1)):
+        with pytest.raises(ConfigError, match="no interpreter that works") as told:
+            vllm_cast.check(settings(f"vllm_python={python}"))
+        assert told.value.hint == vllm_cast.INSTALL
+
+
+def test_this_interpreter_is_asked_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert "rose" not in vllm_cast._missing(sys.executable)
+
+
+def test_an_interpreter_that_has_both_is_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    vllm_cast.check(settings(f"vllm_python={interpreter(tmp_path, '')}"))
+    vllm_cast.check(load_run_settings(None, [f"vllm_python={tmp_path / 'nowhere'}"]))

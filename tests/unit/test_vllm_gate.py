@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tests.unit.test_passive import DECODE, WORK, teach
 from tests.unit.test_vllm_board import WRITE_ONE, about, start
 
 from rose.core.facts import StepFeatures
-from rose.core.passive import FinishedStep, MilestoneKind
+from rose.core.passive import MilestoneKind
 from rose.engines.vllm.board import BoardWriter
 from rose.engines.vllm.desk import Control, Terms, control_sheet
 from rose.engines.vllm.gate import Gate
@@ -35,14 +36,15 @@ class World:
         self.agent.write(Control(**{**plain, **changes}))  # type: ignore[arg-type]
 
     def show(self, waiting: tuple[float, ...] = (), running: tuple[float, ...] = ()) -> None:
-        self.board.view(self.now_s, waiting, running, 0, FinishedStep())
+        self.board.view(self.now_s, waiting, running, 0)
 
     def learn(self) -> None:
         """Both models, by what they would see."""
         for number in range(80):
             prompt = number % 2
             shape = StepFeatures(50 + number, 50, 2000, 1) if prompt else DECODE
-            self.board.step(self.now_s, self.now_s + 1e-3 + 1e-4 * shape.new_tokens, shape)
+            ended_s = self.now_s + 1e-3 + 1e-4 * shape.new_tokens
+            self.board.step((self.now_s, ended_s, *dataclasses.astuple(shape)))
         self.gate.attend()
         teach(self.gate._rollout)
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.unit.test_vllm_board import about
 
 from rose.core.facts import StepFeatures
 from rose.core.passive import MilestoneKind
-from rose.engines.vllm.board import BoardReader, BoardWriter
+from rose.engines.vllm.board import WAITING_SHOWN, BoardReader, BoardWriter
 from rose.engines.vllm.publishing import Publisher, features_of
 
 
@@ -27,10 +27,15 @@ class FakeRequest:
         self._output_token_ids: list[int] = []
         self._all_token_ids = [0] * prompt_tokens
         self.num_computed_tokens = 0
+        self.places_kept = 0  # for tokens of steps under way
+        self.last_s, self.is_resumed, self.num_preemptions = 0.0, False, 0
 
 
 class FakeScheduler:
-    """Steps as vLLM does: everybody who runs gets a token or a chunk, then who waits."""
+    """Steps as vLLM does: everybody who runs gets a token or a chunk, then who waits.
+
+    The next step may be scheduled before the output of the last one is taken, as in asynchronous scheduling.
+    """
 
     def __init__(self, publisher: Publisher) -> None:
         self.publisher = publisher
@@ -38,6 +43,10 @@ class FakeScheduler:
         self.waiting: deque[FakeRequest] = deque()
         self.kv_holding_waiting: deque[FakeRequest] = deque()
         self.requests: dict[str, FakeRequest] = {}
+        self.finished_req_ids: set[str] = set()
+        self.is_tight = False
+        self.shapes: deque[StepFeatures] = deque()  # of steps under way
+        self.finished: list[StepFeatures] = []
         pool = SimpleNamespace(num_gpu_blocks=101, get_num_free_blocks=lambda: 90)
         self.kv_cache_manager = SimpleNamespace(block_pool=pool)
 
@@ -55,30 +64,50 @@ class FakeScheduler:
 
     def preempt(self, request: FakeRequest) -> None:
         self.running.remove(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.places_kept = 0
+        request.is_resumed = self.is_tight = True
+        request.num_preemptions += 1
         self.waiting.appendleft(request)
 
     def schedule(self, began_s: float, tokens: int = 64) -> dict[str, int]:
+        """Nobody is begun in a step that follows a preemption."""
         counts: dict[str, int] = {}
-        while self.waiting and len(self.running) < 8:
-            self.running.append(self.waiting.popleft())
-        for request in self.running:
-            count = min(tokens, len(request._all_token_ids) - request.num_computed_tokens)
-            if count > 0:
-                counts[request.request_id] = count
-                tokens -= count
-                request.num_computed_tokens += count
-        self.publisher.scheduled(began_s, counts, self.requests)
+        self.finished_req_ids = set()
+        waiting = 0 if self.is_tight else len(self.waiting)
+        for place in range(min(8, len(self.running) + waiting)):
+            if tokens == 0:
+                break
+            if place == len(self.running):
+                self.running.append(self.waiting.popleft())
+            tokens -= self._advance(self.running[place], counts, tokens)
+        self.is_tight = False
+        self.publisher.scheduled(began_s, counts, self)
+        if counts:
+            self.shapes.append(features_of(counts, self.requests))
         return counts
 
-    def update(self, counts: dict[str, int]) -> None:
+    def _advance(self, request: FakeRequest, counts: dict[str, int], tokens: int) -> int:
+        whole = len(request._all_token_ids) + request.places_kept
+        count = min(tokens, whole - request.num_computed_tokens)
+        if count > 0:
+            counts[request.request_id] = count
+            request.num_computed_tokens += count
+            request.places_kept += request.num_computed_tokens == whole
+        return count
+
+    def update(self, counts: dict[str, int], now_s: float = 0.0) -> None:
+        if counts:
+            self.finished.append(self.shapes.popleft())
         for request in [self.requests[name] for name in counts if name in self.requests]:
-            if request.num_computed_tokens == len(request._all_token_ids):
+            if request.num_computed_tokens >= len(request._all_token_ids) and request.places_kept:
+                request.places_kept -= 1
+                request.last_s, request.is_resumed = now_s, False
                 request._output_token_ids.append(7)
                 request._all_token_ids.append(7)
                 if len(request._output_token_ids) == request.max_tokens:
                     self.running.remove(request)
                     del self.requests[request.request_id]
+                    self.finished_req_ids.add(request.request_id)
         self.publisher.stepped(self, counts)
 
 
@@ -91,17 +120,24 @@ class Stage:
         self.reader = BoardReader(folder / "b.board")
         publisher = Publisher(self.writer, now_s=lambda: self.now_s, wall_s=lambda: self.wall_s)
         self.scheduler = FakeScheduler(publisher)
+        self.under_way: deque[dict[str, int]] = deque()
+        self.shapes_seen: list[StepFeatures] = []
 
     def add(self, name: str, prompt: int = 10, max_tokens: int = 5, ago_s: float = 0.0) -> FakeRequest:
         request = FakeRequest(name, prompt, self.wall_s - ago_s, max_tokens)
         self.scheduler.add(request)
         return request
 
-    def step(self, seconds: float = 0.5) -> Any:
-        counts = self.scheduler.schedule(self.now_s)
-        self.now_s += seconds
-        self.scheduler.update(counts)
-        return self.reader.look()
+    def step(self, seconds: float = 0.5, tokens: int = 64, ahead: int = 0) -> Any:
+        """`ahead`: how many steps are under way behind the one whose output is taken."""
+        counts = self.scheduler.schedule(self.now_s, tokens)
+        self.under_way.append(counts)
+        while len(self.under_way) > (ahead if counts else 0):
+            self.now_s += seconds
+            self.scheduler.update(self.under_way.popleft(), self.now_s)
+        seen = self.reader.look()
+        self.shapes_seen += [step.features for step in seen.steps]
+        return seen
 
     def close(self) -> None:
         self.reader.close()
@@ -140,7 +176,6 @@ def test_a_step_behind_another_begins_when_that_one_ends(stage: Stage) -> None:
     stage.step()
     scheduler = stage.scheduler
     one = scheduler.schedule(stage.now_s)
-    scheduler.requests["a"]._all_token_ids.append(7)  # as if its place were kept
     two = scheduler.schedule(stage.now_s + 0.1)
     assert stage.reader.busy_since_s == stage.now_s
     stage.now_s += 0.5
@@ -190,6 +225,65 @@ def test_a_priority_queue_is_read_as_it_lies(stage: Stage) -> None:
     assert stage.reader.look().view.waiting[0].tokens_left == 33
 
 
+def test_steps_that_change_nobody_write_no_view(stage: Stage) -> None:
+    stage.add("a", max_tokens=50)
+    stage.add("b", max_tokens=50)
+    stage.step()
+    slot, before = stage.writer._view_slot, stage.reader.look().view
+    for _ in range(5):
+        stage.step()
+    after = stage.reader.look().view
+    assert stage.writer._view_slot == slot
+    assert after.number == before.number + 5
+    assert [one.context_tokens for one in after.running] == [one.context_tokens + 5 for one in before.running]
+    assert {one.last_token_s for one in after.running} == {stage.now_s}
+
+
+def test_who_comes_meanwhile_waits_though_no_view_was_written(stage: Stage) -> None:
+    for name in "abcdefgh":
+        stage.add(name, prompt=2, max_tokens=50)
+    stage.step()
+    slot = stage.writer._view_slot
+    stage.add("late", prompt=30, ago_s=0.125)
+    seen = stage.step()
+    assert stage.writer._view_slot == slot
+    assert [(one.arrival_s, one.tokens_left) for one in seen.view.waiting] == [(100.375, 30)]
+
+
+def test_who_is_left_out_of_a_step_keeps_its_last_token(stage: Stage) -> None:
+    stage.add("a", max_tokens=50)
+    stage.add("b", max_tokens=50)
+    stage.step()
+    seen = stage.step(tokens=1)
+    assert sorted((one.last_token_s, one.context_tokens) for one in seen.view.running) == [(100.5, 10), (101.0, 11)]
+    seen = stage.step(tokens=1)
+    assert sorted((one.last_token_s, one.context_tokens) for one in seen.view.running) == [(100.5, 10), (101.5, 12)]
+    assert {one.last_token_s for one in stage.step().view.running} == {102.0}
+
+
+def test_more_than_are_shown_are_listed_again_in_time(stage: Stage) -> None:
+    for number in range(3 * WAITING_SHOWN):
+        stage.add(f"r{number}", prompt=64, max_tokens=1)
+    stage.scheduler.publisher._waiting.leave("r0")  # as if it had been lost: all are listed anew
+    left = 3 * WAITING_SHOWN
+    while left:
+        seen, left = stage.step(), left - 1
+        assert min(left, WAITING_SHOWN // 2) <= len(seen.view.waiting)
+
+
+def test_who_ends_out_of_a_step_is_gone(stage: Stage) -> None:
+    """As vLLM ends a request whose KV blocks could not be fetched."""
+    stage.add("a", max_tokens=50)
+    stage.step()
+    scheduler = stage.scheduler
+    scheduler.running.clear()
+    scheduler.requests.clear()
+    scheduler.publisher.stepped(scheduler, {})
+    seen = stage.reader.look()
+    assert [one.kind for one in seen.milestones] == [MilestoneKind.GONE]
+    assert seen.view.is_idle
+
+
 def test_features_of_a_mixed_step() -> None:
     decode, chunk = FakeRequest("d", 5, 0.0, 9), FakeRequest("c", 50, 0.0, 9)
     decode.num_computed_tokens, chunk.num_computed_tokens = 6, 20
@@ -198,53 +292,59 @@ def test_features_of_a_mixed_step() -> None:
 
 
 class ShowsWhatIs(RuleBasedStateMachine):
-    """Whatever comes, ends, is aborted or preempted: the board shows what the scheduler holds."""
+    """Whatever comes, ends, is aborted, preempted or left out: the board shows what the scheduler holds."""
 
     folder: Path
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stage = Stage(self.folder)
-        self.names = 0
-        self.came: list[FakeRequest] = []
+    @initialize(ahead=st.integers(0, 1))
+    def begins(self, ahead: int) -> None:
+        self.stage, self.ahead, self.names = Stage(self.folder), ahead, 0
 
-    @rule(prompt=st.integers(1, 100), max_tokens=st.integers(1, 12))
-    def comes(self, prompt: int, max_tokens: int) -> None:
+    @rule(prompt=st.integers(1, 100), max_tokens=st.integers(1, 12), ago_s=st.floats(0, 1))
+    def comes(self, prompt: int, max_tokens: int, ago_s: float) -> None:
         self.names += 1
-        self.stage.add(f"r{self.names}", prompt, max_tokens)
+        self.stage.add(f"r{self.names}", prompt, max_tokens, ago_s)
 
-    @rule(times=st.integers(1, 6))
-    def steps(self, times: int) -> None:
+    @rule(times=st.integers(1, 6), tokens=st.sampled_from([64, 64, 64, 5, 1]))
+    def steps(self, times: int, tokens: int) -> None:
         for _ in range(times):
-            self.stage.step()
+            self.stage.step(tokens=tokens, ahead=self.ahead)
 
     @rule(which=st.integers(0, 50))
     def aborted(self, which: int) -> None:
         here = list(self.stage.scheduler.requests.values())
         if here:
             self.stage.scheduler.abort(here[which % len(here)])
-            self.stage.step()
+            self.steps(1 + self.ahead, 64)
 
     @rule(which=st.integers(0, 50))
     def preempted(self, which: int) -> None:
         running = self.stage.scheduler.running
         if running:
             self.stage.scheduler.preempt(running[which % len(running)])
-            self.stage.step()
+            self.steps(1 + self.ahead, 64)
 
     @invariant()
     def shown(self) -> None:
         seen, scheduler = self.stage.reader.look(), self.stage.scheduler
         if seen is None:
             return
-        decoding = [
-            r for r in scheduler.running if len(r._all_token_ids) - r.num_computed_tokens == 1 and r._output_token_ids
-        ]
+        begun = [r for r in scheduler.running if r._output_token_ids and not r.is_resumed]
+        decoding = [r for r in begun if len(r._all_token_ids) - r.num_computed_tokens <= 1]
         assert len(seen.view.waiting) + len(seen.view.running) == len(scheduler.requests)
-        assert sorted(one.context_tokens for one in seen.view.running) == sorted(
-            r.num_computed_tokens for r in decoding
-        )
+        contexts = sorted(one.context_tokens for one in seen.view.running)
+        computed = sorted(r.num_computed_tokens for r in decoding)
+        assert len(contexts) == len(computed)
+        # Of a step that is scheduled ahead without somebody nothing is known before its output is taken.
+        assert all(abs(one - other) <= self.ahead for one, other in zip(contexts, computed, strict=True))
+        if not self.ahead:
+            assert sorted(one.last_token_s for one in seen.view.running) == sorted(r.last_s for r in decoding)
         assert all(one.last_token_s <= self.stage.now_s for one in seen.view.running)
+        assert len(self.stage.shapes_seen) == len(scheduler.finished)
+        for one, other in zip(self.stage.shapes_seen, scheduler.finished, strict=True):
+            assert (one.new_tokens, one.sequences) == (other.new_tokens, other.sequences)
+            assert abs(one.kv_read_tokens - other.kv_read_tokens) <= self.ahead * one.sequences
+            assert abs(one.new_by_context - other.new_by_context) <= self.ahead * one.sequences
 
     def teardown(self) -> None:
         self.stage.close()
@@ -254,4 +354,4 @@ def test_the_board_shows_what_the_scheduler_holds(tmp_path: Path) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     ShowsWhatIs.folder = tmp_path
-    run_state_machine_as_test(ShowsWhatIs, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(ShowsWhatIs, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))

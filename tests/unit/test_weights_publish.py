@@ -16,6 +16,7 @@ from rose.errors import ConfigError, ModelError, RequestRefused, Unavailable
 from rose.models.bits import to_bf16
 from rose.observe.metrics import Metrics
 from rose.weights.chain import Patience
+from rose.weights.coding import SparseCodec
 from rose.weights.layouts import Rule, row_shards, tensor_parallel
 from rose.weights.live import LiveTensors
 from rose.weights.manifest import Fenced
@@ -184,7 +185,8 @@ def test_two_trainers_the_first_is_fenced_off_loudly_and_for_good():
 def test_a_failure_is_raised_by_the_next_publish_and_the_one_after_is_whole():
     relay = FaultyRelay(MemoryRelay(), lambda name, key: Fault.NONE)
     model = Model()
-    options = OPTIONS | {"patience": Patience(limit_s=0.0)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # without it, publish itself may be in time to raise it
+    options = OPTIONS | {"patience": Patience(limit_s=0.0), "optimizer": optimizer}
     with Publisher(model, relay, **options) as publisher:
         publisher.publish(1).result()
         relay.faults = lambda name, key: Fault.REQUEST_LOST if key.endswith("manifest") else Fault.NONE
@@ -215,6 +217,42 @@ def test_leaving_is_no_way_to_miss_a_failure():
     options = OPTIONS | {"patience": Patience(limit_s=0.0), "optimizer": optimizer}
     with pytest.raises(Unavailable), Publisher(Model(), relay, **options) as publisher:
         publisher.publish(1)
+
+
+def test_two_buckets_are_under_way_however_slow_the_relay_is():
+    """Nothing more is encoded until the first is in the relay: a slow link costs time and not memory."""
+
+    class Slow(MemoryRelay):
+        def put_new(self, key, chunks):
+            held = list(chunks)
+            if ".b" in key:
+                under_way.append(len(held))
+                arrived.release()
+                assert gate.wait(timeout=30)
+            return super().put_new(key, held)
+
+    class Counting(SparseCodec):
+        encoded = 0
+
+        def encode_full(self, new, dtype):
+            if len(under_way) == 2 and not gate.is_set():
+                too_many.set()
+            self.encoded += 1
+            return super().encode_full(new, dtype)
+
+    under_way: list[int] = []
+    arrived, gate, too_many = threading.Semaphore(0), threading.Event(), threading.Event()
+    codec, model = Counting(), Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Publisher(model, Slow(), codec=codec, optimizer=optimizer, **OPTIONS) as publisher:
+        publication = publisher.publish(1)
+        try:
+            assert arrived.acquire(timeout=30) and arrived.acquire(timeout=30)
+            assert not too_many.wait(timeout=0.2) and codec.encoded == sum(under_way)
+        finally:
+            gate.set()
+        publication.result()
+    assert len(under_way) > 2 and codec.encoded == sum(under_way)
 
 
 def test_a_relay_that_lost_everything_is_filled_again_by_the_next_version():

@@ -271,6 +271,8 @@ def test_the_owner_is_obeyed(pair: Pair) -> None:
         try:
             async with ClientSession() as http, http.get(url) as reply:
                 assert reply.status == 401
+            async with ClientSession() as http, http.get(url.replace("rose/lending", "metrics")) as reply:
+                assert "rose_gate_open" in (figures := await reply.text()) and "rose_lent_seconds_total" in figures
             assert (await asked(url, "pause"))["state"] == "paused"
             assert seat.trouble is not None and seat.trouble.what == PAUSED
             waiting = asyncio.create_task(pair.rollout(pair.request()))

@@ -62,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
 
     from rose.front.loops import loop_factory
-    from rose.launch.local import Stopped, run_locally
+    from rose.launch.ending import Stopped
+    from rose.launch.local import run_locally
     from rose.launch.progress import Screen
 
     screen = Screen(settings.steps)

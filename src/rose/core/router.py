@@ -16,14 +16,18 @@ Room is memory: the prompt and as much answer as nineteen of twenty need must fi
 an idle worker takes any turn, since if it is too long for one it is too long for all, and the engine says so best. A
 trajectory between two turns keeps its prefix only while nobody else needs the memory, and computing it again costs more
 than the turn. So a worker takes a trajectory whose prefix it does not have only while memory is not yet promised to
-those who have theirs there, or when it has been empty for a while; and `rank` lets those with a prefix go first, then
-those who have begun, then new ones, and among equals the longest.
+those who have theirs there, or when it has been empty for a while, or for one that is far longer than usual and would
+else stay on a borrowed worker. `rank` lets those with a prefix go first, then those who have begun, then new ones, and
+among equals the longest; of new ones that are equally long by all that is known, those of whose group the fewest have
+begun, so that more is soon known of all groups.
 
 `paper`   the worker with the prefix, a dedicated one, a borrowed one with slack, the least loaded; 16 turns each.
 `least`   the least loaded. `sticky` the worker of the first turn, whatever happens. Both to compare with.
 
 Whatever the rule: a worker that said no is left alone for the time it asked for, one whose gate has been shut for
-`gate_patience_s` gets no more turns, and `strays` names the turns that should leave it. Facts in, decisions out:
+`gate_patience_s` gets no more turns, and `strays` names the turns that should leave it. By `cost` a trajectory may still
+go back to its prefix behind a gate, and leaves only a gate that is shut for far longer than usual: most open again
+sooner than a prompt is computed anew, and computing it takes others' time. Facts in, decisions out:
 `choose` changes nothing, and the caller says what it did with `placed` and `ended`.
 """
 
@@ -35,7 +39,7 @@ from dataclasses import dataclass, replace
 from rose.core.lengths import Answers, Lengths
 from rose.core.routers.fleet import Fleet, History
 from rose.core.routers.prefixes import Prefixes
-from rose.core.routers.rules import PROMISED, CostSettings, Outlook, by_cost, by_habit, by_load, by_the_paper
+from rose.core.routers.rules import PROMISED, CostSettings, Outlook, by_cost, by_habit, by_load, by_the_paper, costs_s
 from rose.core.routers.views import ROUTER_KINDS, Outcome, Place, RouterKind, Stray, TurnView, Wait, WorkerView
 from rose.errors import ConfigError
 
@@ -45,8 +49,10 @@ __all__ = [
 ]  # fmt: skip
 
 GATE_PATIENCE_S = 2.0  # the paper's time for a stalled turn
+SHUT_LONG = 3.0  # times as long as usual: of gates that open by chance one in twenty is shut for longer
 USUAL_WEIGHT = 0.05  # of the newest turn in what length is usual
 FULL_FOR_ALL: tuple[RouterKind, ...] = ("cost", "least")  # where nobody has room, the turn need not be looked at
+RANK_AGAIN_S = 5.0  # a trajectory takes minutes, and to rank a thousand turns milliseconds
 LATER = 1e12  # in a rank: after all that are not
 
 
@@ -163,38 +169,51 @@ class Router:
         return Place(fleet.names[row], reason, wait_s + self._predict_s(outlook, row, now_s) * float(fleet.pace[row]))
 
     def rank(self, turn: TurnView) -> float:
-        """Of turns that wait, the lowest goes first; equal ones in the order they came."""
+        """Of turns that wait, the lowest goes first; equal ones in the order they came.
+
+        What is known of lengths grows while they wait, so ask again every `RANK_AGAIN_S`. Of groups that are equally
+        long by all that is known, those go first of which the fewest have begun: so more is soon known of all.
+        """
         if self.kind != "cost" or not turn.trajectory:
             return 0.0
         live = self._live.get(turn.trajectory)
         remaining = self.lengths.remaining(turn.group, live.tokens if live is not None else 0) or 0.0
-        return LATER * ((live is None) + (self._home(turn)[0] < 0)) - remaining
+        begun = self.lengths.siblings(turn.group) if live is None else 0
+        return LATER * ((live is None) + (self._home(turn)[0] < 0)) - remaining + begun
 
     def strays(self, now_s: float, limit: int = 16) -> list[Stray]:
-        """Turns to evict from workers whose gate is shut, once they have lost there what leaving would cost.
+        """Turns to evict from workers whose gate is shut.
 
-        Whoever waits so long and then leaves loses at most twice what the best choice with hindsight would have. A turn
-        that nobody else could take stays where it is.
+        By `cost` one leaves if another place costs less than to wait as long again as it has; and if the worker still
+        calls itself open, only once its gate has been shut for so much longer than it usually is that it will hardly
+        open soon. By the other rules it leaves if there is another place at all.
         """
         found: list[Stray] = []
         fleet = self._fleet
         for row in (now_s - fleet.gated_since_s > self.gate_patience_s).nonzero()[0]:
             name, shut_s = fleet.names[row], now_s - float(fleet.gated_since_s[row])
+            is_open = fleet.closed_until_s[row] <= now_s
+            if self.kind == "cost" and is_open and shut_s < SHUT_LONG * fleet.shut_s[row]:
+                continue
             for turn_id in self._turns_on[name]:
                 placed = self._turns[turn_id]
                 if len(found) >= limit:
                     return found
-                redone_s = placed.turn.prompt_tokens * float(fleet.prefill_s[row])
-                if now_s - placed.since_s < self.gate_patience_s or (self.kind == "cost" and shut_s < redone_s):
-                    continue
-                if self._has_another_place(placed.turn, now_s):
+                if now_s - placed.since_s > self.gate_patience_s and self._would_leave(placed.turn, int(row), now_s):
                     found.append(Stray(turn_id, name, f"the gate of `{name}` is shut for {shut_s:.1f} s"))
         return found
 
-    def _has_another_place(self, turn: TurnView, now_s: float) -> bool:
+    def _would_leave(self, turn: TurnView, row: int, now_s: float) -> bool:
         """Once it has left, its prefix is nowhere."""
-        homeless = replace(self._outlook(turn), home=-1, cached_tokens=0)
-        return isinstance(self._choose(turn, homeless, now_s), Place)
+        outlook = self._outlook(turn)
+        homeless = replace(outlook, home=-1, cached_tokens=0)
+        chosen = self._choose(turn, homeless, now_s)
+        if not isinstance(chosen, Place) or self.kind != "cost":
+            return isinstance(chosen, Place)
+        staying = replace(outlook, home=row, cached_tokens=turn.prompt_tokens)
+        stay_s = costs_s(self._fleet, staying, now_s, self.settings)[row]
+        leave_s = costs_s(self._fleet, homeless, now_s, self.settings)[self._fleet.index[chosen.worker]]
+        return bool(leave_s < stay_s)
 
     # What happened
 
@@ -322,7 +341,10 @@ class Router:
         self._usual_tokens = usual + USUAL_WEIGHT * (remaining_tokens - usual)
 
     def _begin(self, turn: TurnView, worker: str) -> None:
-        live = self._live.setdefault(turn.trajectory, _Live(0, worker))
+        live = self._live.get(turn.trajectory)
+        if live is None:
+            live = self._live[turn.trajectory] = _Live(0, worker)
+            self.lengths.begun(turn.group)
         live.worker = worker
         before = self._prefixes.home(turn.trajectory)
         self._prefixes.begin(turn.trajectory, worker, turn.prompt_tokens)

@@ -10,9 +10,9 @@ number); what goes wrong becomes `EnvironmentFailed`, and a failed reset is trie
 step is not: nobody knows what state it left, so the caller plays the episode anew or gives it up.
 
 A thread that hangs cannot be stopped, only left behind. It does not keep the process from ending, and too many of
-them are an error of their own. While a call runs, nobody else touches its environment: one that was left behind is
-closed by its own thread, if that ever comes back. An environment that computes for microseconds says so (`is_quick`)
-and is called in place. Making one must be quick: what takes time belongs into `reset`.
+them that are overdue are an error of their own. While a call runs, nobody else touches its environment: one that was
+left behind is closed by its own thread, if that ever comes back. An environment that computes for microseconds says so
+(`is_quick`) and is called in place. Making one must be quick: what takes time belongs into `reset`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import contextlib
 import math
 import numbers
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -169,7 +170,8 @@ class TookTooLong(Exception):
     """Nobody waits for it any more; it may still be running."""
 
 
-_hung: set[threading.Thread] = set()
+_left: dict[threading.Thread, float] = {}
+"""Calls that nobody waits for any more, and when each should have come back."""
 
 
 class Closable(Protocol):
@@ -188,21 +190,22 @@ class ApartCall:
 
     async def answer(self, seconds_max: float) -> Any:
         """What the call returns or raises, or TookTooLong. Whoever stops waiting leaves what it owns to it."""
-        _hung.difference_update([thread for thread in _hung if not thread.is_alive()])
-        if len(_hung) >= HUNG_THREADS_MAX:
+        overdue = _overdue()
+        if overdue >= HUNG_THREADS_MAX:
             hint = "see what the environment waits for; the calls are still waiting"
-            raise EnvironmentFailed(f"{len(_hung)} calls to environments never came back", hint=hint)
+            raise EnvironmentFailed(f"{overdue} calls to environments never came back", hint=hint)
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
         thread = threading.Thread(target=self._run, args=(loop, waiting), daemon=True, name="environment")
+        due_s = time.monotonic() + seconds_max
         thread.start()
         try:
             result, error = await asyncio.wait_for(waiting, seconds_max)
         except TimeoutError as late:
-            self._leave(thread)
+            self._leave(thread, time.monotonic())
             raise TookTooLong from late
         except asyncio.CancelledError:
-            self._leave(thread)
+            self._leave(thread, due_s)
             raise
         if isinstance(error, Exception):
             raise error
@@ -226,14 +229,21 @@ class ApartCall:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for this any more
             loop.call_soon_threadsafe(_settle, waiting, (result, error))
 
-    def _leave(self, thread: threading.Thread) -> None:
+    def _leave(self, thread: threading.Thread, due_s: float) -> None:
         with self._lock:
             self._is_left = True
             is_over = self._is_over
         if is_over:
             _close(self._owned)
         else:
-            _hung.add(thread)
+            _left[thread] = due_s
+
+
+def _overdue() -> int:
+    for thread in [thread for thread in _left if not thread.is_alive()]:
+        del _left[thread]
+    now_s = time.monotonic()
+    return sum(due_s <= now_s for due_s in _left.values())
 
 
 def _settle(waiting: asyncio.Future[Any], answer: tuple[Any, BaseException | None]) -> None:

@@ -23,8 +23,10 @@ import importlib
 import inspect
 import math
 import numbers
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from rose.envs.base import (
@@ -39,6 +41,7 @@ from rose.envs.base import (
 from rose.errors import ConfigError, RoseError
 
 SESSION_HEADER = "X-Session-ID"
+CLIENT, CLIENT_HINT = "openai", "pip install openai"
 RETRIES_MAX = 8
 """A request that is sent again is recognised by the gateway, so trying again costs nothing."""
 
@@ -69,12 +72,26 @@ class Verdict:
 
 
 class AgentTask:
-    """What an agent is to do: a task in turns. Without an environment it is a seed, and the agent knows the rest."""
+    """What an agent is to do: a task in turns. Without an environment it is a seed, and the agent knows the rest.
+
+    `temperature` is what the trainer counts on, `max_tokens` how long an answer of this task may need to be. `answers`
+    counts what the client has got.
+    """
 
     is_quick = False
 
-    def __init__(self, seed: int, model: str = "", environment: Environment | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        model: str = "",
+        environment: Environment | None = None,
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = 16,
+    ) -> None:
         self.seed, self.model = seed, model
+        self.temperature, self.max_tokens = temperature, max_tokens
+        self.answers = 0
         self.observation = ""
         self.is_over = False
         self.failure: EnvironmentFailed | None = None
@@ -101,6 +118,10 @@ class AgentTask:
         self._invalid_turns += not outcome.is_valid
         self._is_success = outcome.is_done and outcome.is_success
         return outcome
+
+    def answered(self, reply: Any) -> None:
+        """A reply has come to the client, of whatever kind."""
+        self.answers += reply.status_code == 200
 
     @property
     def verdict(self) -> Verdict:
@@ -144,29 +165,43 @@ def _run(agent: Agent, door: Door, trajectory_id: str, task: AgentTask) -> Any:
         task.begin()
         if inspect.iscoroutinefunction(agent):
             return asyncio.run(_awaited(agent, door, trajectory_id, task))
-        with _client("OpenAI", door, trajectory_id) as client:
+        with _client("", door, trajectory_id, task.answered) as client:
             return agent(client, task)
     finally:
         task.close()
 
 
 async def _awaited(agent: Agent, door: Door, trajectory_id: str, task: AgentTask) -> Any:
-    async with _client("AsyncOpenAI", door, trajectory_id) as client:
+    async def answered(reply: Any) -> None:
+        task.answered(reply)
+
+    async with _client("Async", door, trajectory_id, answered) as client:
         return await agent(client, task)
 
 
-def _client(kind: str, door: Door, trajectory_id: str) -> Any:
+def _client(kind: str, door: Door, trajectory_id: str, answered: Callable[[Any], Any]) -> Any:
+    """`kind` is "Async", or nothing."""
     try:
-        openai = importlib.import_module("openai")
+        openai = importlib.import_module(CLIENT)
     except ImportError as error:
-        what = "an agent written against the OpenAI client needs the package openai"
-        raise ConfigError(what, hint="pip install openai") from error
-    return getattr(openai, kind)(
+        what = f"an agent written against the OpenAI client needs the package {CLIENT}"
+        raise ConfigError(what, hint=CLIENT_HINT) from error
+    http = getattr(openai, f"Default{kind}HttpxClient")(
+        verify=_certificates(), event_hooks={"response": [answered]}, follow_redirects=True
+    )
+    return getattr(openai, f"{kind}OpenAI")(
         base_url=f"{door.url.rstrip('/')}/v1",
         api_key=door.token,
         default_headers={SESSION_HEADER: trajectory_id},
         max_retries=RETRIES_MAX,
+        http_client=http,
     )
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Reading them takes twenty times as long as all the rest of making a client."""
+    return ssl.create_default_context()
 
 
 def _verdict(name: str, task: AgentTask, returned: Any) -> Verdict:

@@ -33,7 +33,7 @@ class LendingDesk:
         self._last: messages.LendingStatus | None = None
         self._logged = 0
         engine.on_word = self._hear
-        self._mirror(metrics)
+        mirror_lending(metrics, lambda: self._last)
 
     async def ask(self, control: messages.Control) -> messages.LendingStatus:
         """The status after doing it. Raises what the engine refuses with, Unavailable without one."""
@@ -75,25 +75,31 @@ class LendingDesk:
         if self._journal is not None:
             self._journal.append(breach.at_s, breach)
 
-    # Figures
 
-    def _mirror(self, metrics: Metrics) -> None:
-        what = "Lent steps over their estimate, and missed deadlines that serving alone would have met."
-        by_kind = {kind: self._breaches(kind) for kind in ("step", "ttft", "tpot")}
-        metrics.mirror_by("counter", "rose_slo_breaches", what, "kind", by_kind)
-        for name, what, read in _COUNTERS:
-            metrics.mirror("counter", name, what, self._reading(read))
-        for name, what, read in _GAUGES:
-            metrics.mirror("gauge", name, what, self._reading(read))
+# Figures
 
-    def _reading(self, read: Read) -> Callable[[], float | None]:
-        return lambda: None if self._last is None else read(self._last)
-
-    def _breaches(self, kind: str) -> Callable[[], float | None]:
-        return lambda: None if self._last is None else self._last.breaches.get(kind, 0)
-
-
+Status = Callable[[], messages.LendingStatus | None]
 Read = Callable[[messages.LendingStatus], float]
+
+
+def mirror_lending(metrics: Metrics, status: Status) -> None:
+    """Everything that lending counts, as it is when somebody looks; nothing while there is no status."""
+    what = "Lent steps over their estimate, and missed deadlines that serving alone would have met."
+    by_kind = {kind: _breaches(status, kind) for kind in ("step", "ttft", "tpot")}
+    metrics.mirror_by("counter", "rose_slo_breaches", what, "kind", by_kind)
+    for name, what, read in _COUNTERS:
+        metrics.mirror("counter", name, what, _reading(status, read))
+    for name, what, read in _GAUGES:
+        metrics.mirror("gauge", name, what, _reading(status, read))
+
+
+def _reading(status: Status, read: Read) -> Callable[[], float | None]:
+    return lambda: None if (now := status()) is None else read(now)
+
+
+def _breaches(status: Status, kind: str) -> Callable[[], float | None]:
+    return _reading(status, lambda now: now.breaches.get(kind, 0))
+
 
 _COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("rose_rollout_tokens", "Tokens that lent steps computed.", lambda status: status.lent_tokens),

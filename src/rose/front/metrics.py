@@ -113,10 +113,7 @@ class FrontMetrics:
         return self._metrics.histogram(f"vllm:{name}", what, buckets, [LABEL]).labels(**self._labels)
 
     def _mirror_facts(self, facts: Callable[[], EngineFacts]) -> None:
-        for name, what, read in _GAUGES:
-            self._metrics.mirror("gauge", f"vllm:{name}", what, _reading(read, facts), self._labels)
-        for name, what, read in _COUNTERS:
-            self._metrics.mirror("counter", f"vllm:{name}", what, _reading(read, facts), self._labels)
+        mirror_facts(self._metrics, facts, self._labels)
         info = self._metrics.gauge(
             "vllm:cache_config_info", "The KV cache as configured.", [LABEL, "block_size", "num_gpu_blocks"]
         )
@@ -125,6 +122,14 @@ class FrontMetrics:
 
 
 Read = Callable[[EngineFacts], float]
+
+
+def mirror_facts(metrics: Metrics, facts: Callable[[], EngineFacts], labels: dict[str, str]) -> None:
+    """What the engine counts itself."""
+    for name, what, read in _GAUGES:
+        metrics.mirror("gauge", f"vllm:{name}", what, _reading(read, facts), labels)
+    for name, what, read in _COUNTERS:
+        metrics.mirror("counter", f"vllm:{name}", what, _reading(read, facts), labels)
 
 
 def _reading(read: Read, facts: Callable[[], EngineFacts]) -> Callable[[], float]:

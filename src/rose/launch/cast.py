@@ -36,6 +36,7 @@ WAIT_S = 600.0  # a turn waits for a worker as long as a job does; what never co
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
+    agent: str
     trainer: str
     owner: str
     variables: dict[str, str]
@@ -43,7 +44,7 @@ class Tokens:
 
 def make_tokens() -> Tokens:
     made = {variable: secrets.token_urlsafe(24) for variable in (*VARIABLES.values(), OWNER_VARIABLE, ROLLOUT_VARIABLE)}
-    return Tokens(made[VARIABLES["trainer"]], made[OWNER_VARIABLE], made)
+    return Tokens(made[VARIABLES["agent"]], made[VARIABLES["trainer"]], made[OWNER_VARIABLE], made)
 
 
 def gateway(model: Path, settings: RunSettings, placement: Placement, ledger: Path) -> Command:

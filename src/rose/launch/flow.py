@@ -161,17 +161,14 @@ class Flow:
             self._changed.set()
 
     def _came(self, finished: FinishedGroup) -> None:
-        by_id = {}
+        by_id = self._rollouts.take_back(finished.trajectories, self._members)
         for trajectory in finished.trajectories:
-            mine = self._members.pop(trajectory.trajectory_id, None)
-            is_same = mine is not None and mine.token_ids == trajectory.token_ids
-            if self._ledger.returned(trajectory.trajectory_id, is_same=is_same):
-                by_id[trajectory.trajectory_id] = trajectory
+            self._members.pop(trajectory.trajectory_id, None)
         group = self._due.pop(finished.group, None)
         if group is None or group not in self._wanted:
             return
         names = [self._rollouts.member_id(group, member) for member in self._wanted.pop(group)]
-        self._here[group] = [by_id[name] for name in names if name in by_id]
+        self._here[group] = [branch for name in names for branch in by_id.get(name, ())]
         lost = self._stream.arrived(group, self._here[group])
         if lost is not None:
             del self._here[group]

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from rose.config.load import write_resolved
+from rose.envs.agents import lasting_name
 from rose.errors import ConfigError, Unavailable
 from rose.launch.locking import RunLock
 from rose.launch.settings import RunSettings
@@ -129,9 +130,14 @@ def by_number(path: Path) -> tuple[int, str]:
 
 
 def in_force(settings: RunSettings, name: str) -> RunSettings:
-    """Under the name it has got, and with a model that is found from wherever the run is resumed."""
-    model = settings.rollout_model
-    return replace(settings, name=name, rollout_model=None if model is None else str(Path(model).resolve()))
+    """Under the name it has got, and with a model and an agent that are found from wherever the run is resumed."""
+    model, agent = settings.rollout_model, settings.agent
+    return replace(
+        settings,
+        name=name,
+        rollout_model=None if model is None else str(Path(model).resolve()),
+        agent=None if agent is None else lasting_name(agent),
+    )
 
 
 def _make(path: Path) -> None:

@@ -153,7 +153,7 @@ class Job:
     async def _evaluate(self, step: int) -> None:
         if not self.settings.evaluation.every_steps:
             return
-        if self.lending is not None:
+        if self.lending is not None and not self._is_owner_restless:
             await self.lending.lend()
         self.screen.live.phase = "evaluating"
         began_s = time.monotonic()
@@ -166,11 +166,18 @@ class Job:
         """Whether this step has the borrowed device."""
         if self.lending is None:
             return False
+        if self._is_owner_restless:
+            return True
         is_wanted = not self.settings.compare or WITH_AND_WITHOUT[(step - 1) % len(WITH_AND_WITHOUT)]
         if is_wanted:
             return await self.lending.lend()
         await self.lending.hold_back()
         return False
+
+    @property
+    def _is_owner_restless(self) -> bool:
+        """Then it is he who lends the device and takes it back, whatever step it is."""
+        return self.settings.serving.owner_lends_s > 0
 
     async def _keep_costs(self, when: str) -> None:
         """Processor time and turns so far, so that what lies between two of them can be told."""

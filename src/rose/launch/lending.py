@@ -1,7 +1,8 @@
 """The owner's hand on the borrowed device: lend it, or hold it back for a while.
 
 For a comparison the device is held back in every other pair of steps. It serves its users all the same, and takes new
-weights as before, so that both kinds of steps differ in nothing but who plays.
+weights as before, so that both kinds of steps differ in nothing but who plays. A restless owner takes it back every few
+seconds, under running turns, and offers it again: what that costs is the allocation overhead.
 
 A device whose users need all of it stops lending by itself (its circuit breaker) and says so; the gateway has its turns
 go on elsewhere. One on which nothing ends any more and that does not say so would hold up a step for a minute and
@@ -11,13 +12,16 @@ longer. It is given a rest: its turns go on elsewhere, and it is asked again whe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import aiohttp
 
 from rose.errors import Unavailable
 
+ASKED = "asked"  # the kind of line that says when the device was offered, or taken back
 SETTLE_S = 2.0  # the gateway hears at once that a device is lent again; this is for a device that is slow to say so
 PATIENCE_S = 30.0
 STALL_S = 6.0  # many times what a turn takes
@@ -39,21 +43,32 @@ class Stall:
 class Lending:
     """One per lent device. Asking twice for the same changes nothing."""
 
-    def __init__(self, url: str, owner_token: str) -> None:
-        self._url = url
+    def __init__(self, url: str, owner_token: str, record: Callable[..., None] = lambda kind, **fields: None) -> None:
+        self._url, self._record = url, record
         self._headers = {"Authorization": f"Bearer {owner_token}"}
         self._state: Literal["lent", "held_back"] = "lent"
         self._rests_until_s = 0.0
 
-    async def lend(self) -> bool:
+    async def lend(self, settle_s: float = SETTLE_S) -> bool:
         """Whether it is lent now; a device at rest is not."""
         if time.monotonic() < self._rests_until_s:
             return False
         if self._state == "held_back":
+            self._record(ASKED, at_s=time.monotonic(), is_lent=True)
             await self._ask("POST", "/resume")
             self._state = "lent"
-            await asyncio.sleep(SETTLE_S)
+            await asyncio.sleep(settle_s)
         return True
+
+    async def come_and_go(self, lends_s: float, keeps_s: float) -> None:
+        """A restless owner, for ever. A device that does not answer for the moment is asked the next time."""
+        while True:
+            await asyncio.sleep(lends_s)
+            with contextlib.suppress(Unavailable):
+                await self.hold_back()
+            await asyncio.sleep(keeps_s)
+            with contextlib.suppress(Unavailable):
+                await self.lend(settle_s=0.0)
 
     async def rest(self) -> str:
         """Why the device does not lend, in its own words."""
@@ -64,6 +79,7 @@ class Lending:
 
     async def hold_back(self) -> None:
         if self._state == "lent":
+            self._record(ASKED, at_s=time.monotonic(), is_lent=False)
             await self._ask("POST", "/drain")
             self._state = "held_back"
 

@@ -17,10 +17,13 @@ from typing import Any
 
 from rose.core.facts import RunResumed
 from rose.coserve.device import USABLE
+from rose.envs.openai_agent import Door
 from rose.errors import RoseError, Unavailable
 from rose.launch import cast
+from rose.launch.agent_episodes import agent_episodes
 from rose.launch.aside import Aside
 from rose.launch.asynchronous import AsynchronousJob
+from rose.launch.ending import ENDED, Stopped, last_word
 from rose.launch.folder import RunFolder
 from rose.launch.job import Job, beside
 from rose.launch.learning import Learner, serving_model
@@ -44,10 +47,6 @@ UPDATE_S_MAX = 60.0  # longest wait for the trainer's last update when a run is 
 PATIENCE_S = 600.0  # with a gateway that has no worker for the moment
 
 
-class Stopped(Exception):
-    """Somebody asked the run to end."""
-
-
 async def run_locally(settings: RunSettings, screen: Screen, *, is_resumed: bool = False) -> Path:
     """The whole run; its folder. Raises what ended it early, after cleaning up."""
     placement = place(settings, sorted(USABLE))
@@ -63,6 +62,10 @@ async def run_locally(settings: RunSettings, screen: Screen, *, is_resumed: bool
     work = asyncio.create_task(stage.play())
     try:
         await beside(work, stage.processes.failed, stopped)
+    except BaseException as error:
+        with contextlib.suppress(RoseError):  # a disk that is full; the error says so already
+            folder.record(ENDED, at_s=time.monotonic(), **last_word(error))
+        raise
     finally:
         await stage.close()
         _finish(folder, screen)
@@ -131,6 +134,10 @@ class _Stage:
             await held.enter_async_context(_meanwhile(self._show()))
             job = await self._raise_curtain(held)
             await held.enter_async_context(_meanwhile(job.pool.watch()))
+            serving = self._settings.serving
+            if self._lending is not None and serving.owner_lends_s:
+                restless = self._lending.come_and_go(serving.owner_lends_s, serving.owner_keeps_s)
+                await held.enter_async_context(_meanwhile(restless))
             await job.run()
 
     async def close(self) -> None:
@@ -153,10 +160,11 @@ class _Stage:
         client = await held.enter_async_context(GatewayClient(gateway_url, self._tokens.trainer, patience_s=PATIENCE_S))
         serving_url, owner_url = await self._start_devices(serving, rollout, gateway_url)
         pool = PoolWatch(client, self._sampled, self._folder.record, self._screen.say)
-        rollouts = Rollouts(client, model, settings, self._folder.name, self._folder.decided)
+        agents = agent_episodes(settings, Door(gateway_url, self._tokens.agent, model.name))
+        rollouts = Rollouts(client, model, settings, self._folder.name, self._folder.decided, agents)
         rollouts.go_on(self._start.next_group, self._start.balance)
         if settings.serving.is_borrowed:
-            self._lending = Lending(owner_url, self._tokens.owner)
+            self._lending = Lending(owner_url, self._tokens.owner, self._folder.record)
         kind = AsynchronousJob if settings.asynchrony.is_used else Job
         job = kind(
             settings, self._folder, client, self._learner, rollouts, pool, self._lending, self._serving, screen,

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from rose.config import text
 from rose.config.load import RESOLVED_NAME
 from rose.errors import ConfigError
+from rose.launch import ending
 from rose.launch.figures import summary_of
 from rose.launch.summing_up import priced_by, read_lines
 from rose.launch.superseding import counted
@@ -25,7 +26,7 @@ SUMMARY, METRICS, SERVING, REPORT = "summary.json", "metrics.jsonl", "serving.js
 NEWEST_KEY = "cost_per_correct"
 """What a summary of this version has; one without it is made again."""
 
-State = Literal["finished", "unfinished", "broken"]
+State = ending.State | Literal["broken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +83,30 @@ def read_run(path: Path) -> PastRun:
     troubles: list[str] = []
     settings = _settings(path, troubles)
     summary = _written_summary(path, troubles)
-    state: State = "finished" if summary is not None else "unfinished"
+    is_summed_up = summary is not None
     if summary is None or NEWEST_KEY not in summary:
         summary = _made_summary(path, troubles) or summary
-    if summary is None:
-        state = "broken"
-    elif state == "unfinished" and not troubles:
-        troubles.append(f"it has no summary: it still runs, or was killed (rose run --resume {path} goes on)")
+    state: State = "broken"
+    if summary is not None:
+        has_all_steps = _has_all_steps(summary, settings)
+        state, why = ending.state_of(path, METRICS, has_all_steps=has_all_steps, is_summed_up=is_summed_up)
+        troubles += _told(state, why, path)
     return PastRun(path.name, path, state, _began_s(path), summary, settings, "; ".join(troubles))
+
+
+def _has_all_steps(summary: dict[str, Any], settings: dict[str, Any]) -> bool:
+    had, wanted = summary.get("steps"), settings.get("steps")
+    return not isinstance(had, int) or not isinstance(wanted, int) or had >= wanted
+
+
+def _told(state: State, why: str, path: Path) -> list[str]:
+    """What is to be said of an end that was none."""
+    words = {
+        "interrupted": "it was stopped before its last step",
+        "failed": f"an error ended it: {why}",
+        "broken off": "it was killed before it could say how it ended",
+    }
+    return [f"{words[state]} (rose run --resume {path} goes on)"] if state in words else []
 
 
 def _is_run(path: Path) -> bool:

@@ -207,13 +207,19 @@ def _cell(value: Any) -> str:
 
 
 def opening(summary: Line, lines: Sequence[Line]) -> str:
-    """One sentence."""
+    """A sentence, and another of a run that ended early."""
     steps = of_kind(lines, "step")
+    ended = "".join(f" The run {_ended_words(line)}." for line in of_kind(lines, "ended")[-1:])
     if not steps:
-        return "<p>No step was finished.</p>"
+        return f"<p>No step was finished.{ended}</p>"
     played_s = sum(step["step_s"] for step in steps)
     restarts = f"; {summary['restarts']} processes were started again" if summary["restarts"] else ""
-    return f"<p>{len(steps)} steps in {duration(played_s)}, {summary['trajectories']:,} trajectories{restarts}.</p>"
+    counts = f"{len(steps)} steps in {duration(played_s)}, {summary['trajectories']:,} trajectories{restarts}"
+    return f"<p>{counts}.{ended}</p>"
+
+
+def _ended_words(line: Line) -> str:
+    return f"failed: {escape(line['why'])}" if line["how"] == "failed" else "was interrupted"
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:

@@ -4,13 +4,14 @@ Every member of a group is an episode of its own, and all of them run at once: w
 gateway's affair. When an episode ends its reward goes to the gateway and to the books of groups (core.groups), which
 say what becomes of its group and whether more are drawn. The tokens to train on come back in the gateway's batches and
 are compared with what was played here, id by id: a trajectory that is missing, comes twice or has changed is a fault
-that the run shows.
+that the run shows. What somebody's own agent plays (`agent_episodes`) the gateway alone knows token by token, and it
+may come back in several branches.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,12 +22,14 @@ from rose.envs.play import ChatFrame, Episode, Generate, TurnSampling, play_agai
 from rose.envs.registry import find_environment, make_environment
 from rose.envs.trouble import trouble_dice, troubled
 from rose.errors import RequestRefused, Unavailable
+from rose.launch.agent_episodes import AgentEpisodes
 from rose.launch.ledger import Balance, Ledger
 from rose.launch.settings import RunSettings
 from rose.models.folder import ModelFolder
 from rose.rollout.client import GatewayClient
 from rose.rollout.trainer_routes import BeginBody, FinishBody
 from rose.rollout.trajectories import FinishedGroup
+from rose.train.advantages import member_of
 from rose.train.local import HELD_OUT_SEEDS, TRAINING_SEEDS
 
 Journalled = Callable[[object, list[object]], None]
@@ -58,17 +61,23 @@ class Played:
 
 
 class Rollouts:
-    """One per run. Steps and evaluations follow each other, never two at once."""
+    """One per run. Steps and evaluations follow each other, never two at once. `agents` play instead, if there are."""
 
     def __init__(
-        self, client: GatewayClient, model: ModelFolder, settings: RunSettings, run_name: str, journal: Journalled
+        self,
+        client: GatewayClient,
+        model: ModelFolder,
+        settings: RunSettings,
+        run_name: str,
+        journal: Journalled,
+        agents: AgentEpisodes | None = None,
     ) -> None:
         self.ledger = Ledger()
         self.groups = Groups(settings.groups.rules())
         self.under_way = 0
         self.ended = 0
         self.journal = journal
-        self._client, self._settings, self._name = client, settings, run_name
+        self._client, self._settings, self._name, self._agents = client, settings, run_name, agents
         self._frame = ChatFrame(model.tokenizer, model.spec.eos_token_ids)
         self._context_tokens = model.spec.max_context_tokens
         self._entry = find_environment(settings.environment)
@@ -119,7 +128,7 @@ class Rollouts:
         Of turns that wait for a worker those with the lower priority go first.
         """
         name = self.member_id(group, member)
-        episode = self._episode(name, self.group_name(group), self._map_seed(group), (group << 20) + member)
+        episode = self._episode(name, self.group_name(group), self._map_seed(group), _dice(group, member))
         await self._begin(group, member)
         try:
             return await self._played(episode, self._client.trajectory(name, priority))
@@ -146,7 +155,7 @@ class Rollouts:
             group=self.group_name(group),
             group_size=self._settings.groups.size,
             task=self._settings.environment,
-            seed=self._map_seed(group),
+            seed=self._map_seed(group) if self._agents is None else _dice(group, member),
         )
         await self._client.begin(body)
 
@@ -154,7 +163,8 @@ class Rollouts:
         return TRAINING_SEEDS + self._settings.seed * MAPS_PER_SEED + group
 
     async def _play_held_out(self, episode: Episode) -> Trajectory | None:
-        await self._client.begin(BeginBody(id=episode.trajectory_id, seed=episode.seed))
+        seed = episode.seed if self._agents is None else episode.sampling.seed
+        await self._client.begin(BeginBody(id=episode.trajectory_id, seed=seed))
         try:
             return await self._played(episode, self._client.trajectory(episode.trajectory_id))
         except EnvironmentFailed:
@@ -163,17 +173,22 @@ class Rollouts:
             await self._client.finish(episode.trajectory_id, FinishBody(is_lost=True))
 
     async def _played(self, episode: Episode, generate: Generate) -> Trajectory:
+        self.under_way += 1
+        try:
+            return await (self._agents.play(episode) if self._agents else self._play(episode, generate))
+        finally:
+            self.under_way -= 1
+            self.ended += 1
+
+    async def _play(self, episode: Episode, generate: Generate) -> Trajectory:
         patience = self._settings.patience
         limits = Patience(patience.reset_s_max, patience.step_s_max)
         name, trouble = self._settings.environment, self._settings.trouble
         dice = trouble_dice(trouble, episode.trajectory_id)
         environment = Guarded(lambda: troubled(make_environment(name), trouble, dice), limits)
-        self.under_way += 1
         try:
             return await play_again(episode, environment, self._frame, generate, patience.tries_max)
         finally:
-            self.under_way -= 1
-            self.ended += 1
             environment.close()
 
     def _episode(self, name: str, group: str, map_seed: int, dice: int) -> Episode:
@@ -190,6 +205,18 @@ class Rollouts:
         batch = await self._client.next_batch(groups, self._batch)
         self._batch = batch.batch
         return batch.groups
+
+    def take_back(self, came: Iterable[Trajectory], played: Mapping[str, Trajectory]) -> dict[str, list[Trajectory]]:
+        """By member, what may be learnt from; the books are told of every one. Only agents' have several branches."""
+        found: dict[str, list[Trajectory]] = {}
+        for trajectory in came:
+            name = trajectory.trajectory_id
+            member = member_of(name)
+            if self._agents is not None and member != name and member in found:
+                found[member].append(trajectory)
+            elif self.ledger.returned(name, is_same=_is_as_played(played.get(name), trajectory)):
+                found[name] = [trajectory]
+        return found
 
 
 class _Step:
@@ -266,15 +293,27 @@ class _Step:
 
     async def _fetch(self) -> None:
         """Every group that was drawn comes back once, whatever became of it."""
-        by_id: dict[str, Trajectory] = {}
-        for trajectory in await self._rollouts.take_batch(self._groups_due):
-            mine = self._members.get(trajectory.trajectory_id)
-            is_same = mine is not None and mine.token_ids == trajectory.token_ids
-            if self._ledger.returned(trajectory.trajectory_id, is_same=is_same):
-                by_id[trajectory.trajectory_id] = trajectory
+        came = await self._rollouts.take_batch(self._groups_due)
+        by_id = self._rollouts.take_back(came, self._members)
+        self.played.generated_tokens += sum(
+            branch.generated_tokens
+            for name, branches in by_id.items()
+            for branch in branches
+            if not self._members[name].token_ids
+        )
         for group, members in sorted(self._wanted.items()):  # not as they ended: that differs from time to time
             names = [self._rollouts.member_id(group, member) for member in members]
-            self.kept[group] = [by_id[name] for name in names if name in by_id]
+            self.kept[group] = [branch for name in names for branch in by_id.get(name, ())]
+
+
+def _dice(group: int, member: int) -> int:
+    """The seed of what is drawn for a member."""
+    return (group << 20) + member
+
+
+def _is_as_played(mine: Trajectory | None, theirs: Trajectory) -> bool:
+    """Of an agent's episode nothing is known here that could differ."""
+    return mine is not None and mine.token_ids in ((), theirs.token_ids)
 
 
 def _fact(name: str, group: int, member: int, outcome: Trajectory | str) -> MemberEnded:

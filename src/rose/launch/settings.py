@@ -25,6 +25,7 @@ from rose.config.load import load_settings
 from rose.config.schema import setting
 from rose.core.groups import GroupRules
 from rose.cost.settings import CostSettings
+from rose.envs.agents import check_agent
 from rose.envs.registry import find_environment
 from rose.envs.trouble import TroubleSettings
 from rose.errors import ConfigError
@@ -64,6 +65,8 @@ class ServingSettings:
     max_context_tokens: int = setting(
         2048, "longest request of a user; lengths of the traffic are scaled to it", minimum=64, maximum=1 << 20
     )
+    owner_lends_s: float = setting(0.0, "a restless owner takes it back after so long; 0 has none", minimum=0)
+    owner_keeps_s: float = setting(2.0, "and offers it again after so long", minimum=0.01)
     lend: LendSettings = field(default_factory=LendSettings)
 
 
@@ -127,6 +130,7 @@ class EnvironmentSettings:
     reset_s_max: float = setting(60.0, "longest a reset may take", minimum=0.01)
     step_s_max: float = setting(30.0, "longest a step may take", minimum=0.01)
     tries_max: int = setting(3, "how often a failed episode is played anew", minimum=1, maximum=100)
+    agent_s_max: float = setting(600.0, "longest that an agent may take for an episode", minimum=0.01)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,8 @@ class RunSettings:
     runs: str = setting("runs", "folder that holds the runs")
     steps: int = setting(20, "steps of learning", minimum=1, maximum=1_000_000)
     environment: str = setting("frozenlake", "what is played")
+    agent: str | None = setting(None, "function that plays it with an OpenAI client; null plays turn by turn",
+                                example="my_agent.py:play")  # fmt: skip
     rollout_model: str | None = setting(None, "folder of the model to train; null makes a warm start")
     seed: int = setting(0, "of maps and traffic", minimum=0, maximum=(1 << 19) - 1)
     compare: bool = setting(False, "alternate steps with and without the borrowed device")
@@ -177,6 +183,8 @@ def load_run_settings(path: str | Path | None = None, overrides: Sequence[str] =
 def check_run(settings: RunSettings) -> None:
     """Names that exist, and values that go together."""
     find_environment(settings.environment)
+    if settings.agent is not None:
+        check_agent(settings.agent)
     find_preset(settings.serving.preset)
     generated(settings.traffic.source, seed=0, duration_s=1.0)
     check_train(settings.train)
@@ -196,6 +204,9 @@ def check_run(settings: RunSettings) -> None:
     if settings.compare and not (settings.serving.is_borrowed and settings.worker.is_used):
         what = "a comparison is between a dedicated worker alone and the same with a borrowed device; both are needed"
         _refuse(what, "worker.is_used=true and serving.is_borrowed=true")
+    if settings.serving.owner_lends_s and (settings.compare or not settings.serving.is_borrowed):
+        what = "an owner who comes and goes needs a device that is lent, and lent in every step"
+        _refuse(what, "serving.owner_lends_s=0")
     if settings.compare and settings.steps % COMPARED_STEPS:
         what = f"a comparison takes steps by fours (with, without, without, with), not {settings.steps}"
         _refuse(what, f"steps={-(-settings.steps // COMPARED_STEPS) * COMPARED_STEPS}")

@@ -16,7 +16,7 @@ from typing import Any
 Line = dict[str, Any]
 ONCE = ("step", "evaluation", "balance", "sync")
 """Kinds of which there is at most one line for every step."""
-LAST_WORDS = ("weights", "finished")
+LAST_WORDS = ("weights", "finished", "ended")
 OPENING = ("begin", "resume")
 """Marks of processor time that wait for another to close them."""
 

@@ -20,6 +20,7 @@ from rose.engines.vllm.starting import USABLE, RolloutEngine, check, free_port
 from rose.errors import ConfigError
 from rose.front.devices import DeviceCard, shown
 from rose.front.tokens import OWNER_VARIABLE, token_from
+from rose.observe.metrics import Metrics
 from rose.rollout.agent import AgentSettings, run_agent
 from rose.rollout.roles import token_for
 from rose.rollout.vllm_agent import VllmLending, VllmSeat
@@ -44,11 +45,12 @@ async def lend(lending: VllmLending, doors: Doors) -> int:
     seat, stopped = VllmSeat(lending), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    owner = VllmOwner(seat, token)
     try:
-        async with _owners_door(seat, token, doors.owner_port or free_port()):
+        async with _owners_door(seat, owner, token, doors.owner_port or free_port()):
             await _unless(stopped, seat.start())
             if not stopped.is_set():
-                await _work(seat, agent, stopped)
+                await _work(seat, agent, stopped, owner.metrics)
         if seat.gave_up.done():
             raise seat.gave_up.result()
         return 0
@@ -57,13 +59,14 @@ async def lend(lending: VllmLending, doors: Doors) -> int:
 
 
 @asynccontextmanager
-async def _owners_door(seat: VllmSeat, token: str, port: int) -> AsyncIterator[None]:
+async def _owners_door(seat: VllmSeat, owner: VllmOwner, token: str, port: int) -> AsyncIterator[None]:
     """Open before there is an engine: its owner may be asked, or say something, at any time."""
-    runner = web.AppRunner(VllmOwner(seat, token).application(), access_log=None)
+    runner = web.AppRunner(owner.application(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     engine, url = seat.lending.engine, f"http://127.0.0.1:{port}"
     print(f"the owner's controls are at {url}", flush=True)
+    print(f"figures for Prometheus are at {url}/metrics", flush=True)
     print(f"starting a rollout engine for {engine.model} on {engine.device} ...", flush=True)
     try:
         with shown(DeviceCard(os.getpid(), seat.lending.serving_url, str(engine.model), url, url, token, "")):
@@ -72,11 +75,11 @@ async def _owners_door(seat: VllmSeat, token: str, port: int) -> AsyncIterator[N
         await runner.cleanup()
 
 
-async def _work(seat: VllmSeat, agent: AgentSettings | None, stopped: asyncio.Event) -> None:
+async def _work(seat: VllmSeat, agent: AgentSettings | None, stopped: asyncio.Event, metrics: Metrics) -> None:
     """Until somebody says stop, the engine is given up or the gateway sends this worker away."""
     works: list[Coroutine[Any, Any, Any]] = [stopped.wait(), _given_up(seat)]
     if agent is not None:
-        works.append(run_agent(seat, agent))
+        works.append(run_agent(seat, agent, metrics))
     tasks = {asyncio.create_task(work) for work in works}
     print("ready; `rose lend status` tells how lending goes, Ctrl-C ends it", flush=True)
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

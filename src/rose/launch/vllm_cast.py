@@ -4,17 +4,21 @@
     a borrowed device    a `vllm serve` with our scheduler, and beside it `rose lend vllm`, which holds the owner's
                          controls; each has half of the KV memory
 
-vLLM lives in an environment of its own, whose interpreter is named by the settings or by ROSE_VLLM_PYTHON.
+vLLM lives in an environment of its own, whose interpreter is named by the settings or by ROSE_VLLM_PYTHON. Whether it
+is there is asked before anything is started with it, without importing vLLM, which takes many seconds.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from rose.config.device import cores_of
 from rose.engines.vllm.starting import MODULE, ON_CPU, free_port
+from rose.errors import ConfigError
 from rose.launch.placement import CONTROL_NICENESS, SERVING_NICENESS, TRAINER_NICENESS, Placement
 from rose.launch.processes import URL, Command, roses
 from rose.launch.settings import RunSettings
@@ -24,11 +28,42 @@ BECOME = "import os, sys; os.execvp('env', ['env', *sys.argv[1:]])"  # processes
 STEP_TOKENS, SEQUENCES = 512, 64
 OPEN = {"url": rf"controls are at {URL}"}  # long before there is an engine
 JOIN_S_MAX = 600.0
+ASKED_S_MAX = 60.0
+ASK = "from importlib.util import find_spec; print(*(name for name in ('vllm', 'rose') if find_spec(name) is None))"
+INSTALL = f"run `make venv-vllm`, then set vllm_python=.venv-vllm/bin/python, or {PYTHON_VARIABLE} to the same"
 
 
 def python(settings: RunSettings) -> str:
     """The interpreter that has vLLM."""
     return settings.vllm_python or os.environ.get(PYTHON_VARIABLE) or sys.executable
+
+
+def check(settings: RunSettings) -> None:
+    """Raises ConfigError if a device is to be vLLM and the interpreter for it is not there or does not have it."""
+    wanted = [name for name in ("serving", "worker") if getattr(settings, name).engine == "vllm"]
+    if not wanted:
+        return
+    what, where = f"{wanted[0]}.engine is vllm", python(settings)
+    try:
+        missing = _missing(where)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"{what}, and {where} is no interpreter that works: {error}", hint=INSTALL) from error
+    if "vllm" in missing:
+        raise ConfigError(
+            f"{what}, and there is no vLLM for {where}: it lives in an environment of its own", hint=INSTALL
+        )
+    if "rose" in missing:
+        raise ConfigError(
+            f"{what}, and the environment of {where} has vLLM but not ROSE, which vLLM must be able to import",
+            hint=f"install it there, from its sources: {where} -m pip install --no-deps -e .",
+        )
+
+
+@cache
+def _missing(where: str) -> tuple[str, ...]:
+    """Which packages this interpreter does not find."""
+    asked = subprocess.run([where, "-c", ASK], capture_output=True, text=True, timeout=ASKED_S_MAX, check=True)
+    return tuple(asked.stdout.split())
 
 
 def join_s_max(settings: RunSettings, usual_s: float) -> float:
@@ -42,6 +77,7 @@ def serving(role: str, model: Path, settings: RunSettings, placement: Placement)
     Prompts are computed whole, since users' requests have seeds, and vLLM 0.32 dies on a CPU of one that has a seed and
     a prompt that takes more than one step.
     """
+    check(settings)
     own, cores = settings.serving, cores_of(placement.serving)
     flags = {
         "--model": str(model),
@@ -79,6 +115,7 @@ def lender(
 
 def dedicated(role: str, model: Path, settings: RunSettings, placement: Placement, gateway_url: str) -> Command:
     assert placement.worker is not None
+    check(settings)
     own = settings.worker
     arguments = _lend(model, placement.worker, role, settings, gateway_url)
     arguments += ["--max-sequences", str(own.max_sequences), "--kv-memory-mb", str(own.kv_memory_mb)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 from rose.core.allocation import Cycle, allocation_overhead_share
 from rose.errors import RoseError
 from rose.launch.cast import BORROWED, DEDICATED, GATEWAY, LENDER, TRAFFIC
+from rose.launch.lending import ASKED
 from rose.rollout.client import GatewayClient
 
 EVERY_S = 1.0
@@ -116,8 +118,26 @@ def allocation_overhead(lines: Sequence[dict[str, Any]]) -> float | None:
         return None
     names = {field.name for field in fields(Cycle)}
     newest = {line["number"]: line for line in lines if line["kind"] == "allocation"}
-    cycles = [Cycle(**{key: line[key] for key in line if key in names}) for line in newest.values()]
+    cycles = [
+        Cycle(**{key: newest[number][key] for key in newest[number] if key in names}) for number in sorted(newest)
+    ]
+    count_from_asking(cycles, [line for line in lines if line["kind"] == ASKED])
     return allocation_overhead_share(cycles, steps[0]["began_s"], steps[-1]["began_s"] + steps[-1]["step_s"])
+
+
+def count_from_asking(cycles: Sequence[Cycle], asked: Sequence[dict[str, Any]]) -> None:
+    """A device is on its way from the moment its owner was asked for it, or asks for it, not from when word arrives."""
+    ends_s = [*(line["at_s"] for line in asked[1:]), math.inf]
+    for line, end_s in zip(asked, ends_s):
+        begin_s = line["at_s"]
+        if line["is_lent"]:
+            for cycle in (cycle for cycle in cycles if begin_s <= cycle.chosen_s < end_s):
+                cycle.wanted_s = min(cycle.wanted_s, begin_s)
+                break
+        else:
+            for cycle in (cycle for cycle in cycles if begin_s <= (cycle.returned_s or -1.0) < end_s):
+                cycle.returned_s = begin_s
+                break
 
 
 class ProcessorTime:

@@ -248,6 +248,7 @@ class Pool:
             slack_s=beat.slack_s if beat is not None else None,
             gated_since_s=member.gated_since_s,
             version=member.version,
+            opened_s=member.opened_s,
         )
 
     @staticmethod

@@ -1,8 +1,8 @@
 """The turns of one agent on its engine: starts them, tells what every step added, hands them back.
 
 Tokens are taken from the engine's steps, all turns of a step at once. A turn that has ended is told at once, whole,
-since somebody waits for it. Of the others what has come is told every tenth of a second in one message, and a little
-more rarely when many run, since it is only needed if this worker dies; told by the token, it would cost the gateway
+since somebody waits for it. Of the others what has come is told every tenth of a second in one message, and more
+rarely when many run, since it is only needed if this worker dies; told by the token, it would cost the gateway
 more than all the rest of the turn. A turn's own mailbox is only watched for how it ends, so nothing here wakes up per
 token.
 """
@@ -25,7 +25,12 @@ from rose.rollout.rates import Rates
 
 GATHER_S = 0.1  # the most work of a turn that dies with its worker; also how often a streaming reader sees news
 GATHER_S_MAX = 0.3  # on a worker with many turns; well under the half second after which one may have stalled
-TOLD_PER_S = 200  # turns of one worker, about, whose news is told in a second
+TOLD_PER_S = 100  # turns of one worker, about, whose news is told in a second
+
+
+def gather_s(turns: int) -> float:
+    """How long news of turns that go on is gathered on a worker that has so many."""
+    return min(GATHER_S_MAX, max(GATHER_S, turns / TOLD_PER_S))
 
 
 class AgentEngine(EngineHandle, Protocol):
@@ -154,8 +159,7 @@ class TurnRunner:
         if has_ended:
             self._tell_full()
         if self._gathered and self._timer is None:
-            gather_s = min(GATHER_S_MAX, max(GATHER_S, len(self._tickets) / TOLD_PER_S))
-            self._timer = asyncio.get_running_loop().call_later(gather_s, self.flush)
+            self._timer = asyncio.get_running_loop().call_later(gather_s(len(self._tickets)), self.flush)
 
     def _gather(self, ticket: int, event: TokenEvent) -> bool:
         """Whether this event is the turn's last."""

@@ -2,6 +2,8 @@
 
 They listen on the loopback in the agent's process, since the serving port is vLLM's own. KV memory here is the rollout
 engine's alone, so nothing is told of serving's pages; `drain` gives the engine's KV memory back to the machine.
+
+`/metrics` at the same port has the figures of any lent device and the agent's of weights; as there, it needs no token.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from rose.errors import RequestRefused, RoseError
 from rose.front.answering import json_response
 from rose.front.control import ACTIONS, READER, ControlBody
 from rose.front.failures import Failure, failure_of
+from rose.front.lending import mirror_lending
+from rose.front.metrics import LABEL, mirror_facts
 from rose.front.tokens import check_bearer
+from rose.observe.metrics import CONTENT_TYPE, Metrics
 from rose.rollout.vllm_agent import VllmSeat
 
 
@@ -26,11 +31,17 @@ class VllmOwner:
         self._seat, self._token = seat, token
         self._memory_share, self._resumes = 1.0, 0
         self._is_dry = False
+        self.metrics = Metrics()
+        self._mirror(self.metrics)
 
     def application(self) -> web.Application:
         application = web.Application()
         application.add_routes(
-            [web.get("/rose/lending", self._status_route), web.post("/rose/lending/{action}", self._control_route)]
+            [
+                web.get("/rose/lending", self._status_route),
+                web.post("/rose/lending/{action}", self._control_route),
+                web.get("/metrics", self._metrics_route),
+            ]
         )
         return application
 
@@ -120,6 +131,20 @@ class VllmOwner:
         if seat.stopped:
             return "paused" if seat.stopped == PAUSED else "drained"
         return "dry_run" if self._is_dry else "lending"
+
+    # Figures
+
+    def _mirror(self, metrics: Metrics) -> None:
+        seat = self._seat
+        mirror_lending(metrics, lambda: self.status() if seat.status is not None else None)
+        mirror_facts(metrics, lambda: seat.facts, {LABEL: seat.lending.engine.model.name})
+        what = "1 while rollout steps may run, 0 while they may not or there is no engine."
+        metrics.mirror("gauge", "rose_gate_open", what, lambda: float((seat.status or Status(0)).gate_open))
+        what = "Times the rollout engine was started again."
+        metrics.mirror("counter", "rose_engine_restarts", what, lambda: seat.restarts)
+
+    async def _metrics_route(self, request: web.Request) -> web.Response:
+        return web.Response(body=self.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     # Routes
 

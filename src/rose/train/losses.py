@@ -5,7 +5,7 @@ given ratio and advantage (PPO's clipped product, or a log-probability with a cl
 averaged.
 
     loss = - sum over tokens of  weight x importance x surrogate(ratio, advantage)
-           + kl_beta x sum over tokens of  weight x divergence(reference, new)
+           + kl_beta x sum over tokens of  weight x ratio x divergence(reference, new)
 
 Four log-probabilities of a token are at play. *new*: the weights being changed. *old*: the trainer's weights when
 the batch began; ratio = new / old, and clipping keeps one batch from moving the model too far. *rollout*: what the
@@ -13,7 +13,8 @@ engine reported when it drew the token, under its own arithmetic and perhaps old
 rollout corrects for that difference, truncated from above so that no single token rules a batch; a whole sequence
 whose tokens differ too much, by their geometric mean, is left out. *reference*: the model the job began with, if the
 loss is to keep near it; the divergence is estimated by r - log r - 1 with r = reference / new (Schulman's k3), which is
-never negative and right on average.
+never negative and right on average. Its gradient is right on average only with the ratio before it, which has one of
+its own even where it is 1 (DeepSeek-V3.2); `kl_is_unbiased` says whether it stands there.
 
 With one update per batch new equals old, the ratio is 1 with the gradient of the log-probability, and nothing is
 clipped.
@@ -160,7 +161,8 @@ def compute_loss(tokens: ScoredTokens, settings: LossSettings) -> LossResult:
     reference_divergence = 0.0
     if tokens.reference is not None:
         away = divergence(tokens.reference - tokens.new)
-        value = value + settings.kl_beta * (tokens.weights * away).sum()
+        weights = tokens.weights * ratio if settings.kl_is_unbiased else tokens.weights
+        value = value + settings.kl_beta * (weights * away).sum()
         reference_divergence = float(away.detach().sum())
     return LossResult(
         value=value,

@@ -19,7 +19,7 @@ from torch import Tensor
 from rose.core.groups import StepGroups
 from rose.core.trajectory import Trajectory
 from rose.errors import RoseError
-from rose.train.advantages import group_advantages, overlong_loss
+from rose.train.advantages import member_advantages, overlong_loss
 from rose.train.batch import MicroBatch, Sample, micro_batches
 from rose.train.guards import SpikeGuard, StarvationGuard
 from rose.train.losses import ScoredTokens, compute_loss, find_loss
@@ -130,9 +130,8 @@ class Trainer:
         for group in groups:
             whole = [trajectory for trajectory in group if _is_sound(trajectory)]
             refused += len(group) - len(whole)
-            if len(whole) >= 2:
-                rewards = [trajectory.reward - self._overlong_loss(trajectory) for trajectory in whole]
-                found += zip(whole, group_advantages(rewards, self.settings.advantage_scale))
+            rewards = [(each.trajectory_id, each.reward - self._overlong_loss(each)) for each in whole]
+            found += zip(whole, member_advantages(rewards, self.settings.advantage_scale) or ())
         if not found:
             return [], refused
         weights = find_loss(self.settings.loss.name).weigh([trajectory.generated_tokens for trajectory, _ in found])

@@ -6,8 +6,9 @@
 
 Every piece finds its own way. Its hash tells which versions it already equals, wherever it came from: a version
 fetched before, a model folder, or an attempt that broke off halfway. From there the fewest bytes lead to the target, by
-deltas or from an anchor; pieces that go the same way share it. Payloads are checked before they are applied, and the
-numbers after the last of them; in between nothing is installed anywhere, since a shadow is only a shadow.
+deltas or from an anchor; pieces that go the same way share it. A piece takes all its links before the next one
+does, and what comes next is fetched meanwhile. Payloads are checked before they are applied, and the numbers after the
+last of them; in between nothing is installed anywhere, since a shadow is only a shadow.
 
 What is refused (a stranger's manifest, another run's, a damaged payload) is remembered in `refused` and not looked at
 again; whatever other way there is gets taken. If none is left, that is an error, and the weights that run stay.
@@ -15,8 +16,9 @@ again; whatever other way there is gets taken. If none is left, that is an error
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -40,7 +42,8 @@ from rose.weights.relay.base import Buffer, Entry, KeyMissing, Relay
 from rose.weights.shadow import Shadow
 from rose.weights.shards import Box, Tensor
 
-RANGE_BYTES_MAX = 64 << 20  # what is read in one call; two of them are in memory at a time
+RANGE_BYTES_MAX = 64 << 20  # what is read in one call
+AHEAD_BYTES_MAX = 64 << 20  # what is read ahead of the range that is being applied; both are in memory at a time
 ROUNDS_MAX = 8  # of looking for another way
 GAP_BYTES_MAX = 64 << 10  # bytes of others' pieces that are read along rather than asked around
 
@@ -63,6 +66,10 @@ class _Range:
     start: int
     stop: int
     boxes: tuple[Box, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop - self.start
 
 
 class _Damaged(Exception):
@@ -196,11 +203,17 @@ class ChainReader:
         raise Unavailable(f"version {target} could not be read from the relay: {missing or 'too much is damaged'}")
 
     def _walk(self, shadow: Shadow, boxes: Sequence[Box], target: VersionId) -> None:
-        """Link after link, each for the pieces that take it; then every piece is held against the target's hash."""
+        """Every piece along its links, one piece after the other; then each is held against the target's hash."""
         taken = self._ways(shadow, boxes, target)
-        with ThreadPoolExecutor(1, thread_name_prefix="weights-fetch") as pool:
-            for link in sorted(taken, key=lambda link: (link.version, not link.is_anchor)):
-                self._take(pool, shadow, self._sources[link], taken[link])
+        links = sorted(taken, key=lambda link: (link.version, not link.is_anchor))
+        ranges = _by_piece(range_ for link in links for range_ in _ranges(self._sources[link], taken[link]))
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="weights-fetch") as pool,
+            contextlib.closing(_ahead(pool, self._get, ranges)) as fetched,
+        ):
+            for range_, data in fetched:
+                self._apply(shadow, range_, data)
+                del data  # before more is fetched
         goal = next(source for link, source in self._sources.items() if link.version == target)
         for box in boxes:
             if shadow.hash_of(box) != goal.pieces[box].content_hash:
@@ -236,14 +249,12 @@ class ChainReader:
                 found.add(link.base)
         return frozenset(found)
 
-    def _take(self, pool: ThreadPoolExecutor, shadow: Shadow, source: _Source, boxes: Sequence[Box]) -> None:
-        """Read the payloads of these pieces, the next range while this one is applied, and apply them."""
-        for range_, data in _ahead(pool, self._get, _ranges(source, boxes)):
-            for box in range_.boxes:
-                try:
-                    shadow.write(box, _payload(range_, box, data), self.codec)
-                except RoseError as error:
-                    raise _Damaged(source, error.what) from error
+    def _apply(self, shadow: Shadow, range_: _Range, data: Buffer) -> None:
+        for box in range_.boxes:
+            try:
+                shadow.write(box, _payload(range_, box, data), self.codec)
+            except RoseError as error:
+                raise _Damaged(range_.source, error.what) from error
 
     def _get(self, range_: _Range) -> Buffer:
         """The bytes of a range, checked; read again if they are wrong, since that may have happened on the way."""
@@ -255,7 +266,7 @@ class ChainReader:
                 raise
             except RequestRefused as error:
                 raise _Damaged(range_.source, error.what) from error
-            if len(data) == range_.stop - range_.start and all(_is_right(range_, box, data) for box in range_.boxes):
+            if len(data) == range_.size_bytes and all(_is_right(range_, box, data) for box in range_.boxes):
                 return data
         raise _Damaged(range_.source, f"a payload in `{key}` is damaged")
 
@@ -289,15 +300,42 @@ def _ranges(source: _Source, boxes: Iterable[Box]) -> Iterator[_Range]:
         yield current
 
 
+def _by_piece(ranges: Iterable[_Range]) -> list[_Range]:
+    """Ranges that come link by link, in an order in which the first pieces take all their links first.
+
+    So deltas are applied while the next pieces of an anchor are on their way. No piece's own links change places.
+    """
+    places: dict[Box, int] = {}  # of the last range that a piece is in
+    placed: list[tuple[int, _Range]] = []
+    for range_ in ranges:
+        place = max(places.setdefault(box, len(places)) for box in range_.boxes)
+        places.update(dict.fromkeys(range_.boxes, place))
+        placed.append((place, range_))
+    placed.sort(key=lambda item: item[0])
+    return [range_ for _, range_ in placed]
+
+
 def _ahead(
     pool: ThreadPoolExecutor, get: Callable[[_Range], Buffer], ranges: Iterable[_Range]
-) -> Iterator[tuple[_Range, Buffer]]:
-    """Each range with its bytes; while the caller works on one, the next is on its way."""
-    waiting: tuple[_Range, Future[Buffer]] | None = None
-    for range_ in ranges:
-        following = (range_, pool.submit(get, range_))
-        if waiting is not None:
-            yield waiting[0], waiting[1].result()
-        waiting = following
-    if waiting is not None:
-        yield waiting[0], waiting[1].result()
+) -> Generator[tuple[_Range, Buffer], None, None]:
+    """Each range with its bytes; while the caller works on one, the next are on their way, or at least one."""
+    waiting: deque[tuple[_Range, Future[Buffer]]] = deque()
+    ahead_bytes = 0  # of what waits behind the first
+    try:
+        for range_ in ranges:
+            while len(waiting) > 1 and ahead_bytes + range_.size_bytes > AHEAD_BYTES_MAX:
+                ahead_bytes -= waiting[1][0].size_bytes
+                yield _first(waiting)
+            ahead_bytes += range_.size_bytes if waiting else 0
+            waiting.append((range_, pool.submit(get, range_)))
+        while waiting:
+            yield _first(waiting)
+    finally:
+        for _, fetched in waiting:
+            fetched.cancel()
+
+
+def _first(waiting: deque[tuple[_Range, Future[Buffer]]]) -> tuple[_Range, Buffer]:
+    """What the caller gets nobody else keeps: its memory is free when the caller is done with it."""
+    range_, fetched = waiting.popleft()
+    return range_, fetched.result()

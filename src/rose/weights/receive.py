@@ -42,6 +42,7 @@ from rose.weights.reading import ChainReader
 from rose.weights.relay.base import Buffer, Chunks, Entry, Relay
 from rose.weights.shards import Array, Holdings, Tensor
 from rose.weights.slots import Slot, in_folder, in_memory, locals_of
+from rose.weights.touching import Touching
 
 _log = logging.getLogger(__name__)
 
@@ -211,7 +212,8 @@ class Receiver:
     def _bring(self, slot: Slot, target: VersionId, seconds: dict[str, float]) -> Received:
         self._pending, slot.version = None, None
         begin_s = time.perf_counter()
-        manifest = self.reader.bring(slot.shadow, target)
+        with Touching(slot.arrays.values() if slot.shadow.is_blank else ()):
+            manifest = self.reader.bring(slot.shadow, target)
         seconds["bring"] = time.perf_counter() - begin_s
         seconds["fetch"], seconds["decode"] = self._relay.seconds, self._codec.seconds
         seconds["total"] = seconds["list"] + seconds["prepare"] + seconds["bring"]

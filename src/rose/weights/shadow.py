@@ -21,7 +21,10 @@ from rose.weights.shards import Array, Box, Holding, Holdings, Tensor, places
 class Shadow:
     """A worker's weights that do not run: local arrays of bit patterns, and what is known of their pieces."""
 
-    def __init__(self, arrays: Mapping[str, Array], holdings: Holdings, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, arrays: Mapping[str, Array], holdings: Holdings, tensors: Sequence[Tensor], *, is_blank: bool = False
+    ) -> None:
+        self.is_blank = is_blank  # nothing was written yet: no piece equals any version, and none is read to learn that
         self._arrays = arrays
         self._holdings = holdings
         self._dtypes = {tensor.name: tensor.dtype for tensor in tensors}
@@ -39,7 +42,7 @@ class Shadow:
 
     def hash_of(self, box: Box) -> bytes:
         """Of the piece's numbers, computed if it is not known. Two places (tied) that differ count as unknown."""
-        known = self._hashes[box]
+        known = b"" if self.is_blank else self._hashes[box]
         if known is None:
             hashes = {content_hash(self._copy(box, held), self._dtypes[box.tensor]) for held in self._places[box]}
             known = self._hashes[box] = hashes.pop() if len(hashes) == 1 else b""
@@ -50,10 +53,12 @@ class Shadow:
         self._hashes[box] = None
 
     def forget_all(self) -> None:
+        self.is_blank = False
         self._hashes = dict.fromkeys(self._hashes)
 
     def write(self, box: Box, payload: Buffer, codec: Codec) -> None:
         """Apply a payload at every place of the piece. If it fails the piece is unknown."""
+        self.is_blank = False
         self.forget(box)
         for held in self._places[box]:
             view = held.view(self._arrays[held.local], box)

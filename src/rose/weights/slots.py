@@ -59,11 +59,11 @@ def locals_of(holdings: Holdings, tensors: Sequence[Tensor]) -> list[Local]:
 
 
 class Slot:
-    """One copy of a worker's weights, and what version it is, if it is one."""
+    """One copy of a worker's weights, and what version it is, if it is one. The arrays are new: nobody has written."""
 
     def __init__(self, arrays: Mapping[str, Array], holdings: Holdings, tensors: Sequence[Tensor]) -> None:
         self.arrays = arrays
-        self.shadow = Shadow(arrays, holdings, tensors)
+        self.shadow = Shadow(arrays, holdings, tensors, is_blank=True)
         self.dtypes = {local.name: local.dtype for local in locals_of(holdings, tensors)}
         self.version: VersionId | None = None
         self.folder: Path | None = None

@@ -25,10 +25,12 @@ DECODE_TOK_S = 40.0
 RATE_WEIGHT = 0.1  # of the newest heartbeat; they come every second or so
 PACE_WEIGHT = 0.1  # of the newest turn in how a worker's turns compare with their prediction
 PACE_MAX = 8.0
+SHUT_WEIGHT = 0.2  # of the newest time that a gate was shut
+SHUT_MAX = 10.0  # times as long as usual counts as that: one storm is not the weather
 
 FACTS = ("is_dedicated", "seats", "kv_tokens", "closed_until_s", "gated_since_s", "slack_s", "prefill_s", "decode_s")
 BOOKS = ("turns", "held_tokens", "idle_tokens", "urgency", "empty_since_s", "busy_until_s", "pace", "reclaims",
-         "exposure_s", "told_s")  # fmt: skip
+         "exposure_s", "told_s", "shut_s")  # fmt: skip
 DERIVED = ("room_tokens", "spare_tokens", "free_tokens", "crowd_s", "token_s", "lasting_s", "expected_per_s",
            "reclaims_per_s")  # fmt: skip
 
@@ -44,6 +46,7 @@ class History:
     exposure_s: float = 60.0  # how much experience the expectation is worth
     borrowed_per_s: float = 1 / 300
     dedicated_per_s: float = 1 / 36_000
+    shut_s: float = 5.0  # that a gate stays shut, until it has been seen how long
 
 
 class Fleet:
@@ -71,6 +74,7 @@ class Fleet:
     reclaims: Column
     exposure_s: Column
     told_s: Column
+    shut_s: Column  # that its gate usually stays shut
     room_tokens: Column  # the largest turn it can take
     spare_tokens: Column  # the same for a trajectory whose prefix is nowhere
     free_tokens: Column  # neither held nor kept for trajectories between two turns; less than 0 if promised twice
@@ -108,6 +112,7 @@ class Fleet:
             row = self._insert(view)
         self.seats[row], self.kv_tokens[row] = view.seats, view.kv_tokens
         self.closed_until_s[row] = view.closed_until_s if view.is_open else math.inf
+        self._learn_shut(row, view)
         self.gated_since_s[row] = math.inf if view.gated_since_s is None else view.gated_since_s
         self.slack_s[row] = math.inf if view.slack_s is None else view.slack_s
         if view.prefill_tok_s:
@@ -124,13 +129,20 @@ class Fleet:
         is_first = self.names[row] not in self.versions
         column[row] += (told_s - column[row]) * (1.0 if is_first else RATE_WEIGHT)
 
+    def _learn_shut(self, row: int, view: WorkerView) -> None:
+        """Its gate was shut when we last heard of it, and has been opened since."""
+        seen_s = view.opened_s - float(self.gated_since_s[row])
+        if seen_s > 0:
+            usual_s = float(self.shut_s[row])
+            self.shut_s[row] += SHUT_WEIGHT * (min(seen_s, SHUT_MAX * usual_s) - usual_s)
+
     def _insert(self, view: WorkerView) -> int:
         key = (not view.is_dedicated, view.name)
         row = bisect.bisect_left(self._order, key)
         self._order.insert(row, key)
         history = self.history
         cells = dict(zip(("prefill_s", "decode_s"), self._usual_rates()), is_dedicated=view.is_dedicated, pace=1.0)
-        cells["empty_since_s"] = -math.inf
+        cells |= {"empty_since_s": -math.inf, "gated_since_s": math.inf, "shut_s": history.shut_s}
         cells["expected_per_s"] = history.dedicated_per_s if view.is_dedicated else history.borrowed_per_s
         cells["reclaims_per_s"] = cells["expected_per_s"]
         for name in (*FACTS, *BOOKS, *DERIVED):
@@ -182,9 +194,13 @@ class Fleet:
         (self._roomy.add if room >= 0 else self._roomy.discard)(row)
 
     def learn_pace(self, row: int, taken_s: float, predicted_s: float) -> None:
-        """A turn took so long, and was predicted to, of a worker that is as quick as it says."""
+        """A turn took so long, and was predicted to, of a worker that is as quick as it says.
+
+        The mean is arithmetic, as costs are: on a worker that is quick at times and shut at others, a geometric one
+        would promise what only the lucky turns get.
+        """
         seen = min(PACE_MAX, max(1.0 / PACE_MAX, taken_s / max(predicted_s, 1e-6)))
-        self.pace[row] *= (seen / self.pace[row]) ** PACE_WEIGHT
+        self.pace[row] += (seen - self.pace[row]) * PACE_WEIGHT
 
     def expose(self, row: int, seconds: float, reclaims: int, now_s: float) -> None:
         fade = 0.5 ** (max(0.0, now_s - float(self.told_s[row])) / self.history.half_life_s)

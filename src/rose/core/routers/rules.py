@@ -32,6 +32,9 @@ class CostSettings:
     empty_s: float = 2.0  # a worker without turns waits for its trajectories to come back, then takes any other
     urgency_min: float = 0.25
     urgency_max: float = 4.0
+    # One so much longer than usual may leave a borrowed worker for a dedicated one though all memory there is promised,
+    # and whoever was away for longest gives way: the longest decide when a batch ends.
+    push_urgency: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,10 @@ def by_cost(fleet: Fleet, turn: Outlook, able: Column, now_s: float, settings: C
         spare = fleet.spare_tokens >= turn.need_tokens
         spare |= (fleet.turns == 0) & (fleet.empty_since_s <= now_s - settings.empty_s)
         spare &= room
+        if turn.urgency >= settings.push_urgency and turn.home >= 0 and not fleet.is_dedicated[turn.home]:
+            spare |= room & (fleet.is_dedicated > 0)
         if turn.home >= 0:
-            spare[turn.home] = room[turn.home]
+            spare[turn.home] = room[turn.home] = _is_open_to(fleet, turn, now_s)
         if not spare.any() and room.any():
             return PROMISED
         room = spare
@@ -71,6 +76,11 @@ def by_cost(fleet: Fleet, turn: Outlook, able: Column, now_s: float, settings: C
     if len(rows) > 1:
         row = int(np.where(room, costs_s(fleet, turn, now_s, settings), np.inf).argmin())
     return row, "it holds the prefix" if row == turn.home else "the least cost"
+
+
+def _is_open_to(fleet: Fleet, turn: Outlook, now_s: float) -> bool:
+    """Whether its home takes it: also behind a gate, since gates open again, and a prefix left behind is lost."""
+    return bool(fleet.closed_until_s[turn.home] <= now_s and fleet.room_tokens[turn.home] >= turn.need_tokens)
 
 
 def costs_s(fleet: Fleet, turn: Outlook, now_s: float, settings: CostSettings) -> Column:

@@ -16,7 +16,8 @@ class WorkerView:
 
     `is_open` says that it takes turns: not draining, and its weights are those that turns may run on. `decode_tok_s` is
     for one sequence beside those that run there now; rates and slack that nobody told stay None. `gated_since_s` is
-    when serving last shut the gate and has not opened it since. Another `version` is an empty prefix cache.
+    when serving last shut the gate and has not opened it since, `opened_s` when it was last opened. Another `version`
+    is an empty prefix cache.
     """
 
     name: str
@@ -30,6 +31,7 @@ class WorkerView:
     slack_s: float | None = None
     gated_since_s: float | None = None
     version: str = ""
+    opened_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,11 @@ step times are learnt, and every milestone of a request (came, first token, ende
 at once, deadlines are judged and a view is completed: a request that came after the newest view waits, whatever that
 view says. Times are CLOCK_MONOTONIC, which all processes of a machine share.
 
+Whoever decodes in step with all others has a row that need not be written again: its newest token is the last step's,
+and its context is a constant plus the number of steps that were made together. So the record of a step names the view
+that it goes on from, and after a step in which nobody came or went that record is all that is written. The view is
+written first: a record never names one that is not there. The reader puts both together.
+
 A board belongs to one boot of one process. Its reader holds the process by a descriptor, so that a dead boot is known
 for dead at once and a reused process id is not taken for it. An idle engine writes nothing, so silence proves nothing;
 but an engine that has work and is silent is *stale*. A writer that met an error says so and never writes again.
@@ -16,6 +21,7 @@ import math
 import os
 import secrets
 import select
+import struct
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -30,20 +36,25 @@ from rose.core.passive import FinishedStep, Milestone, MilestoneKind
 from rose.engines.vllm.mapped import WORD, MappedFile, Ring, Slots, Torn
 from rose.errors import Unavailable
 
-LAYOUT = 1
+LAYOUT = 2
 HEAD_BYTES = 4096
 OFF_WORD, OFF_BYTES = 256, 1024  # where in the head the writer says that it has stopped, and why
-BUSY_WORD = 255  # since when the step runs that has not ended; 0 if none does
 WAITING_SHOWN = 64  # admission closes long before this many wait
 RUNNING_SHOWN = 1024
-STEPS_KEPT, STEP_VALUES = 512, 6
+STEPS_KEPT, STEP_VALUES = 512, 10
 MILESTONES_KEPT, MILESTONE_VALUES = 2048, 4
-FIXED_VALUES = 12  # of a view, before its requests
+FIXED_VALUES = 13  # of a view, before its requests
+IN_STEP = 0.0  # in place of a row's last token: that of the last step
 STALE_S = 5.0  # no step takes that long where anybody has a latency objective
 
+Told = tuple[float, float, float, float, float, float]  # a finished step: began, ended, and its four features
+NO_STEP: Told = (0.0, 0.0, 0, 0, 0, 0)
+
+_FIXED = struct.Struct(f"={FIXED_VALUES}d")
 _VIEW_BYTES = WORD * (FIXED_VALUES + 2 * WAITING_SHOWN + 3 * RUNNING_SHOWN)
 _VIEW_AT = HEAD_BYTES
-_STEPS_AT = _VIEW_AT + Slots.size_bytes(_VIEW_BYTES)
+_STEPS_AT = _VIEW_AT + Slots.size_bytes(_VIEW_BYTES) + WORD
+BUSY_WORD = _STEPS_AT // WORD - 1  # since when the step runs that has not ended; 0 if none does
 _MILESTONES_AT = _STEPS_AT + Ring.size_bytes(STEPS_KEPT, STEP_VALUES)
 BOARD_BYTES = _MILESTONES_AT + Ring.size_bytes(MILESTONES_KEPT, MILESTONE_VALUES)
 
@@ -88,34 +99,42 @@ class BoardWriter:
         self._views = Slots(self._file, _VIEW_AT, _VIEW_BYTES)
         self._steps = Ring(self._file, _STEPS_AT, STEPS_KEPT, STEP_VALUES)
         self._milestones = Ring(self._file, _MILESTONES_AT, MILESTONES_KEPT, MILESTONE_VALUES)
+        self._number = self._view_slot = 0
 
     def busy_since(self, began_s: float) -> None:
         """0 when no step runs."""
         self._file.floats[BUSY_WORD] = began_s
 
-    def step(self, began_s: float, ended_s: float, features: StepFeatures) -> None:
-        shape = (features.new_tokens, features.kv_read_tokens, features.new_by_context, features.sequences)
-        self._steps.append((began_s, ended_s, *shape))
+    def step(
+        self, step: Told, kv_used_blocks: int = 0, together: int = 0, busy_since_s: float = 0.0, is_view: bool = False
+    ) -> None:
+        """After the view that it belongs to; if `is_view`, nothing else has changed since the last one."""
+        self._number += is_view
+        self._steps.append(*step, self._view_slot, self._number, kv_used_blocks, together)
+        self._file.floats[BUSY_WORD] = busy_since_s
 
     def milestone(self, kind: MilestoneKind, key: int, at_s: float, tokens: int = 0) -> None:
-        self._milestones.append((kind, key, at_s, tokens))
+        self._milestones.append(kind, key, at_s, tokens)
 
     def view(
-        self, now_s: float, waiting: Sequence[float], running: Sequence[float], kv_used_blocks: int, last: FinishedStep
+        self,
+        now_s: float,
+        waiting: Sequence[float],
+        running: Sequence[float],
+        kv_used_blocks: int,
+        last: Told = NO_STEP,
+        together: int = 0,
     ) -> None:
-        """`waiting`: arrival and tokens left of each; `running`: last token, context and arrival of each.
+        """`waiting`: arrival and tokens left of each; `running`: last token, context less `together`, and arrival.
 
         An array of floats is taken as it is; of anything else one is made first.
         """
-        shape, used = last.features, kv_used_blocks * self.about.block_bytes
-        total = self.about.kv_blocks * self.about.block_bytes
+        self._number += 1
         waiting, running = waiting[: 2 * WAITING_SHOWN], running[: 3 * RUNNING_SHOWN]
-        values = array("d", (now_s, self._milestones.number, used, total, len(waiting), len(running)))
-        values.extend((shape.new_tokens, shape.kv_read_tokens, shape.new_by_context, shape.sequences))
-        values.extend((last.began_s, last.ended_s))
-        for part in (waiting, running):
-            values.extend(part if isinstance(part, array) else array("d", part))
-        self._views.write(memoryview(values).cast("B"))
+        sizes = (len(waiting), len(running), self._number, together)
+        fixed = _FIXED.pack(now_s, self._milestones.number, kv_used_blocks, *sizes, *last)
+        parts = [part if isinstance(part, array) else array("d", part) for part in (waiting, running)]
+        self._view_slot = self._views.write(b"".join((fixed, *parts)))
 
     def turn_off(self, why: str) -> None:
         """Nothing will be written any more, and readers know why."""
@@ -132,7 +151,7 @@ class BoardWriter:
 
 def _fill(file: MappedFile, about: About) -> None:
     text = msgspec.json.encode(about)
-    assert len(text) < BUSY_WORD * WORD - WORD
+    assert len(text) < OFF_WORD * WORD - WORD
     file.words[0] = len(text)
     file.bytes[WORD : WORD + len(text)] = text
 
@@ -191,7 +210,7 @@ class BoardReader:
     def glance(self) -> bool:
         """Whether serving seems to have no work: cheap, and now and then wrong, so for hints only."""
         values = self._views.peek(FIXED_VALUES)
-        return values[4] == values[5] == 0 and values[1] == self._milestones.number
+        return values[3] == values[4] == 0 and values[1] == self._milestones.number
 
     def why_dark(self, seen: Seen | None, now_s: float) -> str:
         """Why what the board shows cannot be relied on, or an empty text."""
@@ -207,7 +226,10 @@ class BoardReader:
 
     def look(self) -> Seen | None:
         """None before the first view. Raises Torn, rarely: look again later."""
-        number, message = self._views.read()
+        newest = self._steps.newest()
+        slot, message = self._views.read()
+        if newest is not None and newest[6] > slot:
+            raise Torn
         milestones, lost_milestones = self._milestones.since(self._milestones_seen)
         steps, lost_steps = self._steps.since(self._steps_seen)
         self._milestones_seen += len(milestones) + lost_milestones
@@ -215,13 +237,15 @@ class BoardReader:
         for record, (kind, _, at_s, tokens) in milestones:
             if kind == MilestoneKind.CAME:
                 self._arrivals.append((record, WaitingRequest(at_s, int(tokens))))
-        if number == 0:
+        if slot == 0:
             return None
         values = array("d", message)
+        if newest is not None and newest[6] == slot:
+            _go_on(values, newest)
         while self._arrivals and self._arrivals[0][0] <= values[1]:
             self._arrivals.popleft()
         return Seen(
-            _view(number, values, [request for _, request in self._arrivals]),
+            _view(self.about, values, [request for _, request in self._arrivals]),
             values[0],
             tuple(_step(record) for _, record in steps),
             tuple(Milestone(MilestoneKind(int(kind)), int(key), at, int(n)) for _, (kind, key, at, n) in milestones),
@@ -236,7 +260,7 @@ class BoardReader:
 def _about(file: MappedFile) -> About:
     length = file.words[0]
     try:
-        about = msgspec.json.decode(file.bytes[WORD : WORD + min(length, BUSY_WORD * WORD)], type=About)
+        about = msgspec.json.decode(file.bytes[WORD : WORD + min(length, OFF_WORD * WORD)], type=About)
     except msgspec.DecodeError as error:
         raise Unavailable(f"{file.path} is not a board: {error}") from error
     if about.layout != LAYOUT or len(file.bytes) != BOARD_BYTES:
@@ -260,19 +284,30 @@ def _hold(about: About) -> int:
     return process
 
 
-def _view(number: int, values: Sequence[float], arrivals: list[WaitingRequest]) -> ServingView:
-    middle = FIXED_VALUES + int(values[4])
-    end = middle + int(values[5])
+def _go_on(values: array[float], record: Sequence[float]) -> None:
+    """A view as it is after a step that changed nobody."""
+    *step, _, number, used, together = record
+    values[0], values[2], values[5], values[6] = step[1], used, number, together
+    values[7:FIXED_VALUES] = array("d", step)
+
+
+def _view(about: About, values: Sequence[float], arrivals: list[WaitingRequest]) -> ServingView:
+    middle = FIXED_VALUES + int(values[3])
+    end, together, in_step_s = middle + int(values[4]), values[6], values[8]
     waiting = [WaitingRequest(values[i], int(values[i + 1])) for i in range(FIXED_VALUES, middle, 2)]
-    running = [RunningRequest(values[i], int(values[i + 1]), values[i + 2]) for i in range(middle, end, 3)]
-    shape = StepFeatures(int(values[6]), int(values[7]), int(values[8]), int(values[9]))
-    used, total = int(values[2]), int(values[3])
-    return ServingView(number, (*waiting, *arrivals), tuple(running), used, total, shape, values[11] - values[10])
+    waiting.sort(key=lambda one: one.arrival_s)
+    running = [
+        RunningRequest(values[i] or in_step_s, int(values[i + 1] + together), values[i + 2])
+        for i in range(middle, end, 3)
+    ]
+    shape = StepFeatures(*map(int, values[9:FIXED_VALUES]))
+    used, total = int(values[2]) * about.block_bytes, about.kv_blocks * about.block_bytes
+    seconds = in_step_s - values[7]
+    return ServingView(int(values[5]), (*waiting, *arrivals), tuple(running), used, total, shape, seconds)
 
 
 def _step(record: tuple[float, ...]) -> FinishedStep:
-    began_s, ended_s, *shape = record
-    return FinishedStep(began_s, ended_s, StepFeatures(*map(int, shape)))
+    return FinishedStep(record[0], record[1], StepFeatures(*map(int, record[2:6])))
 
 
 __all__ = ["About", "BoardReader", "BoardWriter", "Seen", "Torn", "about_me", "started_ticks"]

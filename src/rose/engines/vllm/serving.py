@@ -42,36 +42,35 @@ class _Shows:
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
-        self._show(lambda publisher: publisher.came(request))
+        self._show(Publisher.came, request)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
-        self._show(lambda publisher: publisher.gone(finished))
+        self._show(Publisher.gone, finished)
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         began_s = time.monotonic()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        counts, requests = output.num_scheduled_tokens, self.requests  # type: ignore[attr-defined]
-        self._show(lambda publisher: publisher.scheduled(began_s, counts, requests))
+        self._show(Publisher.scheduled, began_s, output.num_scheduled_tokens, self)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        self._show(lambda publisher: publisher.stepped(self, scheduler_output.num_scheduled_tokens))
+        self._show(Publisher.stepped, self, scheduler_output.num_scheduled_tokens)
         return outputs
 
     def shutdown(self) -> None:
-        self._show(lambda publisher: publisher.close())
+        self._show(Publisher.close)
         self._rose = None
         super().shutdown()  # type: ignore[misc]
 
-    def _show(self, what: Callable[[Publisher], None]) -> None:
+    def _show(self, what: Callable[..., None], *arguments: Any) -> None:
         publisher = self._rose
         if publisher is None:
             return
         try:
-            what(publisher)
+            what(publisher, *arguments)
         except Exception as error:
             self._rose = None
             logger.exception("ROSE: this engine shows nothing any more and is not lent; serving goes on")

@@ -25,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -39,11 +40,11 @@ from tests.vllm import engines
 from rose.core.passive import MilestoneKind
 from rose.engines.base import Request, Sampling
 from rose.engines.vllm.board import BoardReader
-from rose.engines.vllm.desk import Terms
+from rose.engines.vllm.desk import Status, Terms
 from rose.engines.vllm.finding import board_of
 from rose.engines.vllm.process import EngineProcess
 from rose.engines.vllm.worker import VllmWorker
-from rose.errors import RoseError
+from rose.errors import RoseError, Unavailable
 from rose.load.statistics import paired_difference
 from rose.models.presets import write_preset
 
@@ -51,6 +52,7 @@ MODES = ("alone_1", "idle", "decode", "alone_2", "rollouts_alone", "ungated")
 TTFT_S, TPOT_S = 0.5, 0.15
 ALL, LEASE_S = 1 << 20, 3.0
 TURNS = 6  # at once
+PATIENCE_S = 120.0
 COLUMNS = ("mode", "requests", "ttft_p99_ms", "tpot_p99_ms", "itl_p99_ms", "worst_minute_ttft_p99_ms", "attainment",
            "rollout_tok_s", "serving_time_share", "breaches", "breaker_trips", "budget_used_ttft",
            "budget_used_tpot")  # fmt: skip
@@ -245,8 +247,7 @@ async def gate_close_ms(bench: Bench, tries: int) -> list[float]:
     turns = [asyncio.create_task(bench.roll(i)) for i in range(TURNS)]
     found = []
     for _ in range(tries):
-        while bench.worker.status().state != "running":
-            await asyncio.sleep(0.001)
+        await until(bench.worker, lambda status: status.state == "running")
         await asyncio.sleep(random.uniform(0.1, 0.3))
         reader.look()
         user = asyncio.create_task(bench.serving.answer(list(range(60)), 40))
@@ -266,6 +267,15 @@ async def gate_close_ms(bench: Bench, tries: int) -> list[float]:
     return found
 
 
+async def until(worker: VllmWorker, is_so: Callable[[Status], bool]) -> None:
+    """Raises Unavailable with the gate's reason where lending does not come about: nothing can be measured then."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so(status := worker.status()):
+        if time.monotonic() > deadline_s:
+            raise Unavailable(f"nothing has been lent for {PATIENCE_S:.0f} s: {status.why}")
+        await asyncio.sleep(0.001)
+
+
 async def measure(bench: Bench, quick: bool, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     bench.worker = await bench.process.start()
     await bench.serving.ready()
@@ -274,8 +284,7 @@ async def measure(bench: Bench, quick: bool, seed: int) -> tuple[list[dict[str, 
     keeper = asyncio.create_task(bench.keep())
     turns = [asyncio.create_task(bench.roll(i)) for i in range(TURNS)]
     await bench.replay(trace(seed + 1, 60, 6.0))
-    while bench.worker.status().lent.steps < 100:
-        await asyncio.sleep(0.1)
+    await until(bench.worker, lambda status: status.lent.steps >= 100)
     for task in (*turns, keeper):
         task.cancel()
     await asyncio.gather(*turns, keeper, return_exceptions=True)

@@ -15,7 +15,7 @@ from itertools import count
 
 from rose.core.pacing import Pacer
 from rose.core.provision import Borrow, Demand, DeviceView, Provision, ProvisionRules, Return
-from rose.core.router import RANK_AGAIN_S, Place, Router, RouterKind, TurnView, WorkerView
+from rose.core.router import Place, Router, RouterKind, TurnView, WorkerView
 from rose.engines.profiles import StepProfile
 from scheduling.lending import BIN_S, Timeline
 from scheduling.trajectories import Trajectory
@@ -93,7 +93,6 @@ class Cluster:
         self._gated_since_s: dict[str, float] = {}
         self._opened_s: dict[str, float] = {}
         self._is_stuck = False
-        self._rank_again_s = 0.0
         self._left = len(trajectories)
         for number in range(dedicated):
             self._join(FluidWorker(f"dedicated-{number:03}", profile, None))
@@ -275,17 +274,8 @@ class Cluster:
             self._schedule(self.workers[name])
         if self.timelines:
             self._provide()
-        self._rank_again()
         self._place()
         self._at(self.now_s + BEAT_S, self._beat)
-
-    def _rank_again(self) -> None:
-        """More is known of lengths than when they came."""
-        if self.now_s >= self._rank_again_s:
-            self._rank_again_s = self.now_s + RANK_AGAIN_S
-            waiting = [live for _, _, live in self._waiting if live.worker is None]
-            self._waiting = [(self.router.rank(live.view()), live.order, live) for live in waiting]
-            heapq.heapify(self._waiting)
 
     def _remember(self, worker: FluidWorker) -> None:
         """The memory that the device allows rollouts now."""

@@ -53,9 +53,6 @@ class Reference:
             return False
         if not outlook.is_tracked or row == outlook.home:
             return True
-        is_on_borrowed = outlook.home >= 0 and not fleet.is_dedicated[outlook.home]
-        if fleet.is_dedicated[row] and is_on_borrowed and outlook.urgency >= self.settings.push_urgency:
-            return True
         is_empty = turns == 0 and now_s - fleet.empty_since_s[row] >= self.settings.empty_s
         return is_empty or held + idle + outlook.need_tokens <= self.settings.promise_share * kv
 

@@ -157,24 +157,6 @@ def test_an_evicted_turn_keeps_its_place_before_those_that_came_later() -> None:
     assert world.scheduler.waiting == 1
 
 
-def test_waiting_turns_are_ranked_again_as_more_is_known_of_lengths() -> None:
-    world = World(waiting_max=100)
-    member = world.join("a", seats=1)
-    world.submit("runs")
-    for name in ("short", "long"):
-        world.submit(name, affinity=name, group=name)
-    for number in range(16):
-        group, tokens = ("long", 4000) if number % 2 else ("short", 20)
-        world.scheduler.finished(f"{number}", group, 3, tokens)
-    world.now_s = 6.0
-    world.scheduler.rank_again(world.now_s)
-    assert world.scheduler.waiting == 2
-    world.says(member, piece(world.turns("a")[0].ticket, 7, end="stop"))
-    assert [turn.request.prompt_ids for turn in world.turns("a")] == [(1, 2, 3)] * 2
-    [second] = world.scheduler.placed
-    assert second.request.request_id == "long"
-
-
 def test_a_full_pool_is_not_looked_at_again_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
     choose = Router.choose

@@ -196,26 +196,6 @@ def test_those_who_have_begun_go_first_and_the_longest_before_the_others() -> No
     assert {made("paper", A).rank(turn) for turn in turns} == {0.0}
 
 
-def test_one_far_longer_than_usual_leaves_a_borrowed_worker_though_memory_elsewhere_is_promised() -> None:
-    slow = replace(LENT, prefill_tok_s=1000.0, decode_tok_s=10.0)
-    router = made("cost", replace(A, kv_tokens=10_000), slow, turns={"a": 1})
-    for number in range(16):
-        long = number % 2
-        router.finished(f"{number}", f"group {number // 4 * 2 + long}", 10, 8000 if long else 200)
-    for number in range(8):
-        play(router, f"here {number}", "a", 1100, "group 0")
-    for trajectory, group, worker in (("usual", "group 0", "lent"), ("long", "group 1", "a")):
-        play(router, trajectory, "lent", 1000, group)
-        assert chosen(router, TurnView(trajectory, group, 1000, 100)) == worker
-
-
-def test_of_groups_of_which_nothing_is_known_those_go_first_of_which_the_fewest_have_begun() -> None:
-    router = made("cost", A)
-    play(router, "first", "a", 1000, "g")
-    turns = [TurnView("second", "g", 1000, 10), TurnView("other", "h", 1000, 10), TurnView("alone", None, 1000, 10)]
-    assert [turn.trajectory for turn in sorted(turns, key=router.rank)] == ["other", "alone", "second"]
-
-
 def test_turns_leave_a_gate_that_is_shut_for_far_longer_than_usual_where_another_place_costs_less() -> None:
     router = made("cost", A, LENT)
     long, short = TurnView("long", None, 60_000, 100), TurnView("short", None, 100, 100)

@@ -85,19 +85,7 @@ class Lengths:
         self._within = 0.0  # sum over groups of squared distances from the group's mean
         self._within_freedom = 0
         self._between = _Moments()
-        self._begun: dict[str, int] = {}
         self._known: dict[str | None, tuple[float, float]] = {}  # what is expected of a group, until another one ends
-
-    def begun(self, group: str | None) -> None:
-        """One more of this group is under way."""
-        if group is not None:
-            self._begun[group] = self._begun.get(group, 0) + 1
-            if len(self._begun) > GROUPS_KEPT:
-                del self._begun[next(iter(self._begun))]
-
-    def siblings(self, group: str | None) -> int:
-        """How many of this group have begun, whether they have ended or not."""
-        return self._begun.get(group, 0) if group is not None else 0
 
     def finished(self, group: str | None, tokens: int) -> None:
         value = math.log(max(1, tokens))

@@ -16,17 +16,15 @@ Room is memory: the prompt and as much answer as nineteen of twenty need must fi
 an idle worker takes any turn, since if it is too long for one it is too long for all, and the engine says so best. A
 trajectory between two turns keeps its prefix only while nobody else needs the memory, and computing it again costs more
 than the turn. So a worker takes a trajectory whose prefix it does not have only while memory is not yet promised to
-those who have theirs there, or when it has been empty for a while, or for one that is far longer than usual and would
-else stay on a borrowed worker. `rank` lets those with a prefix go first, then those who have begun, then new ones, and
-among equals the longest; of new ones that are equally long by all that is known, those of whose group the fewest have
-begun, so that more is soon known of all groups.
+those who have theirs there, or when it has been empty for a while; and `rank` lets those with a prefix go first, then
+those who have begun, then new ones, and among equals the longest.
 
 `paper`   the worker with the prefix, a dedicated one, a borrowed one with slack, the least loaded; 16 turns each.
 `least`   the least loaded. `sticky` the worker of the first turn, whatever happens. Both to compare with.
 
 Whatever the rule: a worker that said no is left alone for the time it asked for, one whose gate has been shut for
-`gate_patience_s` gets no more turns, and `strays` names the turns that should leave it. By `cost` a trajectory may still
-go back to its prefix behind a gate, and leaves only a gate that is shut for far longer than usual: most open again
+`gate_patience_s` gets no more turns, and `strays` names the turns that should leave it. By `cost` a trajectory still
+goes back to its prefix behind a gate, and leaves only a gate that is shut for far longer than usual: most open again
 sooner than a prompt is computed anew, and computing it takes others' time. Facts in, decisions out:
 `choose` changes nothing, and the caller says what it did with `placed` and `ended`.
 """
@@ -52,7 +50,6 @@ GATE_PATIENCE_S = 2.0  # the paper's time for a stalled turn
 SHUT_LONG = 3.0  # times as long as usual: of gates that open by chance one in twenty is shut for longer
 USUAL_WEIGHT = 0.05  # of the newest turn in what length is usual
 FULL_FOR_ALL: tuple[RouterKind, ...] = ("cost", "least")  # where nobody has room, the turn need not be looked at
-RANK_AGAIN_S = 5.0  # a trajectory takes minutes, and to rank a thousand turns milliseconds
 LATER = 1e12  # in a rank: after all that are not
 
 
@@ -169,17 +166,12 @@ class Router:
         return Place(fleet.names[row], reason, wait_s + self._predict_s(outlook, row, now_s) * float(fleet.pace[row]))
 
     def rank(self, turn: TurnView) -> float:
-        """Of turns that wait, the lowest goes first; equal ones in the order they came.
-
-        What is known of lengths grows while they wait, so ask again every `RANK_AGAIN_S`. Of groups that are equally
-        long by all that is known, those go first of which the fewest have begun: so more is soon known of all.
-        """
+        """Of turns that wait, the lowest goes first; equal ones in the order they came."""
         if self.kind != "cost" or not turn.trajectory:
             return 0.0
         live = self._live.get(turn.trajectory)
         remaining = self.lengths.remaining(turn.group, live.tokens if live is not None else 0) or 0.0
-        begun = self.lengths.siblings(turn.group) if live is None else 0
-        return LATER * ((live is None) + (self._home(turn)[0] < 0)) - remaining + begun
+        return LATER * ((live is None) + (self._home(turn)[0] < 0)) - remaining
 
     def strays(self, now_s: float, limit: int = 16) -> list[Stray]:
         """Turns to evict from workers whose gate is shut.
@@ -341,10 +333,7 @@ class Router:
         self._usual_tokens = usual + USUAL_WEIGHT * (remaining_tokens - usual)
 
     def _begin(self, turn: TurnView, worker: str) -> None:
-        live = self._live.get(turn.trajectory)
-        if live is None:
-            live = self._live[turn.trajectory] = _Live(0, worker)
-            self.lengths.begun(turn.group)
+        live = self._live.setdefault(turn.trajectory, _Live(0, worker))
         live.worker = worker
         before = self._prefixes.home(turn.trajectory)
         self._prefixes.begin(turn.trajectory, worker, turn.prompt_tokens)

@@ -37,6 +37,7 @@ from rose.launch.serving import ServingLog
 from rose.launch.settings import RunSettings
 from rose.launch.start import Start
 from rose.launch.summing_up import sum_up
+from rose.launch.vllm_cast import check as check_vllm
 from rose.launch.vllm_cast import join_s_max
 from rose.launch.watching import PoolSample, PoolWatch, ProcessorTime
 from rose.models.folder import load_model_folder
@@ -50,6 +51,7 @@ PATIENCE_S = 600.0  # with a gateway that has no worker for the moment
 async def run_locally(settings: RunSettings, screen: Screen, *, is_resumed: bool = False) -> Path:
     """The whole run; its folder. Raises what ended it early, after cleaning up."""
     placement = place(settings, sorted(USABLE))
+    check_vllm(settings)
     if settings.rollout_model is not None:
         load_model_folder(settings.rollout_model)
     folder = RunFolder(settings, is_resumed=is_resumed)

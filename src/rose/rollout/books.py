@@ -211,7 +211,6 @@ class Books:
         for member in self.pool.expired(now_s):
             self.lost(member, now_s)
         self.provisioning.look(now_s)
-        self.scheduler.rank_again(now_s)
         self.relief.look(now_s)  # and a member that had closed itself for a while may be open again
         self.scheduler.expire(now_s)
         if self.ledger.trouble is None:

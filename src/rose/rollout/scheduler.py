@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from rose.core.pacing import Pacer
-from rose.core.router import RANK_AGAIN_S, Outcome, Place, Router, TurnView, WorkerView
+from rose.core.router import Outcome, Place, Router, TurnView, WorkerView
 from rose.core.stalls import Stalls
 from rose.coserve.messages import error_of
 from rose.engines.base import Request, TokenEvent
@@ -63,7 +63,6 @@ class Scheduler:
         self._waiting = 0
         self._is_full = False  # the first in the queue found no room, and nothing has changed since
         self._is_paced = False  # one that found room has to wait for its turn
-        self._ranked_s = 0.0
         self._orders, self._tickets = itertools.count(), itertools.count(first_ticket)
         self._views: dict[str, WorkerView] = {}  # as the router knows them
         self._reason = "no worker has joined"
@@ -237,16 +236,6 @@ class Scheduler:
             error = Unavailable(what, hint="GET /v1/pool shows the workers", retry_after_s=RETRY_AFTER_S)
             self._fail(turn, error, now_s)
 
-    def rank_again(self, now_s: float) -> None:
-        """More is known of how long trajectories will be than when they came. Now and then; call it at any time."""
-        if 0 <= now_s - self._ranked_s < RANK_AGAIN_S:
-            return
-        self._ranked_s = now_s
-        for queue in (self._queue, self._queue_again):
-            waiting = [turn for *_, turn in queue if self._is_waiting(turn)]
-            queue[:] = [self._entry(turn) for turn in waiting]
-            heapq.heapify(queue)
-
     def take_overdue(self, now_s: float) -> None:
         """Members that were asked to hand turns back, and did not, have lost them."""
         for turn in [turn for turn in self._asked_back.values() if _since(turn.asked_back_s, now_s) > HAND_BACK_S]:
@@ -302,10 +291,8 @@ class Scheduler:
 
     def _enqueue(self, turn: LiveTurn) -> None:
         self._waiting += 1
-        heapq.heappush(self._queue_of(turn), self._entry(turn))
-
-    def _entry(self, turn: LiveTurn) -> _Entry:
-        return turn.request.priority, self._router.rank(turn.view()), turn.order, turn
+        rank = self._router.rank(turn.view())
+        heapq.heappush(self._queue_of(turn), (turn.request.priority, rank, turn.order, turn))
 
     def _queue_of(self, turn: LiveTurn) -> list[_Entry]:
         return self._queue_again if turn.is_rerouted else self._queue

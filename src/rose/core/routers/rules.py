@@ -32,9 +32,6 @@ class CostSettings:
     empty_s: float = 2.0  # a worker without turns waits for its trajectories to come back, then takes any other
     urgency_min: float = 0.25
     urgency_max: float = 4.0
-    # One so much longer than usual may leave a borrowed worker for a dedicated one though all memory there is promised,
-    # and whoever was away for longest gives way: the longest decide when a batch ends.
-    push_urgency: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +59,6 @@ def by_cost(fleet: Fleet, turn: Outlook, able: Column, now_s: float, settings: C
         spare = fleet.spare_tokens >= turn.need_tokens
         spare |= (fleet.turns == 0) & (fleet.empty_since_s <= now_s - settings.empty_s)
         spare &= room
-        if turn.urgency >= settings.push_urgency and turn.home >= 0 and not fleet.is_dedicated[turn.home]:
-            spare |= room & (fleet.is_dedicated > 0)
         if turn.home >= 0:
             spare[turn.home] = room[turn.home] = _is_open_to(fleet, turn, now_s)
         if not spare.any() and room.any():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rose.core.pacing import Pacer, PacingRules
@@ -18,6 +18,7 @@ SECOND = st.tuples(
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(SECOND, min_size=1, max_size=60), st.integers(0, 6))
+@example([(5, 5e-324, [(True, 0)] * 6)], 1).via("so little work that its time is zero in floating point")
 def test_caps_hold_and_nothing_flaps(seconds, serving_max: int) -> None:
     rules = ProvisionRules(serving_max=serving_max)
     provision = Provision(rules)

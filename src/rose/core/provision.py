@@ -187,6 +187,8 @@ def _gain(demand: Demand, rate_tok_s: float, joining: DeviceView) -> float:
     if demand.work_tokens <= 0 or rate_tok_s <= 0 or joining.tok_s <= 0:
         return 1.0
     ideal_s = demand.work_tokens / rate_tok_s - demand.work_tokens / (rate_tok_s + joining.tok_s)
+    if ideal_s <= 0:  # less work than can be told from none
+        return 1.0
     return (_left_s(demand, rate_tok_s) - _left_s(demand, rate_tok_s, joining)) / ideal_s
 
 

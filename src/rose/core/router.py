@@ -191,7 +191,7 @@ class Router:
                 placed = self._turns[turn_id]
                 if len(found) >= limit:
                     return found
-                if now_s - placed.since_s > self.gate_patience_s and self._would_leave(placed.turn, int(row), now_s):
+                if now_s - placed.since_s >= self.gate_patience_s and self._would_leave(placed.turn, int(row), now_s):
                     found.append(Stray(turn_id, name, f"the gate of `{name}` is shut for {shut_s:.1f} s"))
         return found
 

@@ -5,21 +5,23 @@ borrowed from users beside it. A turn comes out the same wherever and beside wha
 synchronous training the weights must be equal after every step, bit by bit: `weights_hash` of every step is compared.
 With `--asynchronous` what a batch holds depends on who was quicker. There the final success is compared: the mean of
 the differences between the two jobs of a seed, and its 95 % interval (Student's t).
+
+A job of twenty steps takes two minutes. `--runs FOLDER` keeps what was run, so that a call may take one seed only
+(`--only 'seed-1-*'`) and another, with `--collect`, compares them all (benchmarks/pieces.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
 import numpy as np
+import pieces
 
 SETUPS = {"dedicated": False, "dedicated + borrowed": True}
 SEEDS = 3
@@ -34,18 +36,28 @@ COLUMNS = (
 def main() -> int:
     arguments = options().parse_args()
     begun = harness.machine()
-    cases = [(arguments.seed + number, setup) for number in range(arguments.seeds) for setup in SETUPS]
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="rose-curves-") as runs:
-        for number, (seed, setup) in enumerate(cases, 1):
-            print(f"job {number} of {len(cases)}: seed {seed}, {setup}", flush=True)
-            rows.append(job(Path(runs), seed, setup, arguments))
-    pairs = list(zip(rows[::2], rows[1::2]))
+    jobs = jobs_of(arguments)
+    if arguments.list:
+        print("\n".join(pieces.chosen(list(jobs), arguments.only)))
+        return 0
+    sync = "asynchronous" if arguments.asynchronous else "synchronous"
+    asked = {name: asked_of(*jobs[name], arguments) for name in jobs}
+
+    def measure(name: str, runs: Path) -> dict[str, Any]:
+        seed, setup = jobs[name]
+        return {"seed": seed, "setup": setup, "sync": sync} | run(name, asked[name], runs)
+
+    rows = pieces.rows_of(arguments, asked, measure)
+    pairs = pairs_of(rows)
     for alone, borrowed in pairs:
         borrowed |= compared(alone["weights_hashes"], borrowed["weights_hashes"])
     harness.print_table(rows, COLUMNS)
+    if not pairs:
+        print("\nno seed has both of its jobs yet: nothing to compare")
+        return 1
     figures = overall(pairs)
-    return harness.finish(arguments, "curves", rows, bars(figures, arguments.asynchronous), begun, **figures)
+    found = bars(figures, arguments.asynchronous, arguments.seeds)
+    return harness.finish(arguments, "curves", rows, found, begun, **figures)
 
 
 def options() -> argparse.ArgumentParser:
@@ -54,24 +66,45 @@ def options() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, help=f"steps of each job ({STEPS}, quick {STEPS_QUICK})")
     made.add_argument("--asynchronous", action="store_true", help="rollouts never stop")
     made.add_argument("--model", type=Path, metavar="FOLDER", help="the model to train (a warm start)")
+    made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of every run")
+    pieces.add_options(made)
     return made
 
 
-def job(runs: Path, seed: int, setup: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One run, as a user starts it; its curves."""
+def jobs_of(arguments: argparse.Namespace) -> dict[str, tuple[int, str]]:
+    """Seed and set-up of every job, by its name."""
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    return {f"seed-{seed}-{'borrowed' if SETUPS[setup] else 'dedicated'}": (seed, setup)
+            for seed in seeds for setup in SETUPS}  # fmt: skip
+
+
+def asked_of(seed: int, setup: str, arguments: argparse.Namespace) -> list[str]:
+    """The settings of its run."""
     steps = arguments.steps or (STEPS_QUICK if arguments.quick else STEPS)
-    name = f"seed-{seed}-{'borrowed' if SETUPS[setup] else 'dedicated'}"
-    given = [f"runs={runs}", f"seed={seed}", f"steps={steps}", "checkpoint.every_steps=0"]
-    given += [f"serving.is_borrowed={str(SETUPS[setup]).lower()}"]
-    given += [f"asynchrony.is_used={str(arguments.asynchronous).lower()}"]
-    given += ["evaluation.episodes=100", f"evaluation.every_steps={steps}"] if arguments.quick else []
-    given += [f"rollout_model={arguments.model}"] if arguments.model else []
-    command = [sys.executable, "-m", "rose", "run", "--name", name]
-    subprocess.run([*command, *(word for override in given for word in ("--set", override))], check=True)
+    asked = [f"seed={seed}", f"steps={steps}", "checkpoint.every_steps=0"]
+    asked += [f"serving.is_borrowed={str(SETUPS[setup]).lower()}"]
+    asked += [f"asynchrony.is_used={str(arguments.asynchronous).lower()}"]
+    asked += ["evaluation.episodes=100", f"evaluation.every_steps={steps}"] if arguments.quick else []
+    asked += [f"rollout_model={arguments.model}"] if arguments.model else []
+    return asked + list(arguments.set)
+
+
+def run(name: str, asked: list[str], runs: Path) -> dict[str, Any]:
+    """As a user starts it; its curves."""
+    command = [sys.executable, "-m", "rose", "run", "--name", name, "--set", f"runs={runs}"]
+    pieces.ran([*command, *(word for setting in asked for word in ("--set", setting))])
     lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((runs / name / "summary.json").read_text())
-    sync = "asynchronous" if arguments.asynchronous else "synchronous"
-    return {"seed": seed, "setup": setup, "sync": sync} | curves(lines) | figures_of(summary)
+    return curves(lines) | figures_of(summary)
+
+
+def pairs_of(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Of every seed that has both jobs: without and with the borrowed device."""
+    found = {(row["seed"], SETUPS[row["setup"]]): row for row in rows}
+    seeds = sorted({seed for seed, _ in found})
+    return [
+        (found[seed, False], found[seed, True]) for seed in seeds if (seed, False) in found and (seed, True) in found
+    ]
 
 
 def curves(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -97,10 +130,12 @@ def compared(alone: Sequence[str], borrowed: Sequence[str]) -> dict[str, Any]:
 
 
 def overall(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """Over the seeds that have both jobs; one alone has no interval."""
     borrowed = [other for _, other in pairs]
     differences = [other["success_after"] - one["success_after"] for one, other in pairs]
     middle, low, high = interval(differences)
     return {
+        "seeds": len(pairs),
         "equal_share": round(sum(row["equal_steps"] for row in borrowed) / sum(row["steps"] for row in borrowed), 4),
         "is_bit_equal": all(row["first_difference"] is None for row in borrowed),
         "borrowed_share": round(
@@ -114,16 +149,19 @@ def overall(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str,
     }
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
+def interval(values: Sequence[float]) -> tuple[float, float | None, float | None]:
     """The mean and its 95 % interval."""
     mean = float(np.mean(values))
+    if len(values) < 2:
+        return round(mean, 4), None, None
     half = STUDENT_T[len(values)] * float(np.std(values, ddof=1)) / len(values) ** 0.5
     return round(mean, 4), round(mean - half, 4), round(mean + half, 4)
 
 
-def bars(figures: dict[str, Any], is_asynchronous: bool) -> list[dict[str, Any]]:
+def bars(figures: dict[str, Any], is_asynchronous: bool, seeds: int = SEEDS) -> list[dict[str, Any]]:
     wanted = harness.wanted
     found = [
+        wanted("seeds with both jobs", figures["seeds"], seeds),
         wanted("share of turns that were borrowed", figures["borrowed_share"], 0.01),
         wanted("trajectories lost", figures["lost"], 0, at_most=True),
         wanted("trajectories counted twice", figures["doubled"], 0, at_most=True),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from lines import Work, serve
+from msgspec.structs import replace
 from numba import njit
 
 from rose.config.device import EngineSettings

@@ -2,7 +2,8 @@
 
 What a gateway does with these decisions is done here in the simplest way: turns wait in a queue in the router's order,
 heartbeats come every second, a borrowed device that is wanted is there after its activation. Events: a turn arrives
-when its environment is done, something ends on a worker, a heartbeat, which also brings the memory that is allowed.
+when its environment is done, something ends on a worker, a heartbeat, which also brings the memory that is allowed. Of
+a device's gate a heartbeat tells what a live agent's tells, by the same rule (`core.gates`), and no more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from rose.config.gateway import GatewaySettings
+from rose.core.gates import GateSeen
 from rose.core.pacing import Pacer
 from rose.core.provision import Borrow, Demand, DeviceView, Provision, ProvisionRules, Return
 from rose.core.router import Place, Router, RouterKind, TurnView, WorkerView
@@ -24,7 +27,7 @@ from scheduling.worker import SEQUENCES, FluidWorker, Running
 BEAT_S = 1.0
 MAX_TOKENS = 4096  # what the agents ask for at most
 ACTIVATION_S = 5.0  # to load a rollout model from the host; the paper's figure for 32B
-GATED_SHARE = 0.02
+SPARED_S = 0.02  # less than this of a quarter second is no slack
 HOMELESS_RANK = 1e11  # of a turn whose prefix is nowhere: if one of those finds no memory, the others do not either
 TRIES = 64  # waiting turns that are looked at in a row when the first ones find no place of their own
 
@@ -78,7 +81,7 @@ class Cluster:
         self, kind: RouterKind, profile: StepProfile, dedicated: int, timelines: Sequence[Timeline],
         trajectories: Sequence[Trajectory], *, router: Router | None = None,
     ) -> None:  # fmt: skip
-        self.router, self.pacer = router or Router(kind), Pacer()
+        self.router, self.pacer = router or Router(kind, gate_patience_s=GatewaySettings().gated_s), Pacer()
         self.provision = Provision(ProvisionRules(serving_max=len(timelines)))
         self.profile, self.timelines = profile, timelines
         self.result = Result()
@@ -90,8 +93,7 @@ class Cluster:
         self._order = count()
         self._waiting: list[tuple[float, int, LiveTurn]] = []
         self._active_from_s: dict[str, float] = {}
-        self._gated_since_s: dict[str, float] = {}
-        self._opened_s: dict[str, float] = {}
+        self._gates: dict[str, GateSeen] = {}
         self._is_stuck = False
         self._left = len(trajectories)
         for number in range(dedicated):
@@ -212,11 +214,14 @@ class Cluster:
             self._tell_pacer(len(turn_ids))
 
     def _tell_pacer(self, count: int) -> None:
-        left = [worker for name, worker in self.workers.items() if name not in self._gated_since_s]
+        left = [worker for name, worker in self.workers.items() if not self._is_gated(name)]
         tokens_per_s = sum(worker.rates(self.now_s)[0] for worker in left)
         waiting = [live.prompt_tokens for _, _, live in self._waiting if live.is_rerouted]
         self.pacer.survivors(len(left), tokens_per_s / max(1.0, sum(waiting) / max(1, len(waiting))))
         self.pacer.evicted(count, self.now_s)
+
+    def _is_gated(self, name: str) -> bool:
+        return name in self._gates and self._gates[name].gated_since_s is not None
 
     # Workers
 
@@ -251,13 +256,11 @@ class Cluster:
         if timeline is None:
             return WorkerView(worker.name, True, True, SEQUENCES, worker.kv_tokens, 0.0, prefill_tok_s, decode_tok_s)
         share = timeline.shares[timeline.bin_at(max(0.0, self.now_s - BIN_S))]
-        if share > GATED_SHARE and self._gated_since_s.pop(worker.name, None) is not None:
-            self._opened_s[worker.name] = self.now_s
-        gated_since_s = None if share > GATED_SHARE else self._gated_since_s.setdefault(worker.name, self.now_s)
+        gate = self._gates.setdefault(worker.name, GateSeen(self.now_s))
+        gate.told(timeline.told(self.now_s), self.now_s)
         return WorkerView(
             worker.name, False, True, SEQUENCES, worker.kv_tokens, 0.0, prefill_tok_s, decode_tok_s,
-            slack_s=share * BIN_S - GATED_SHARE, gated_since_s=gated_since_s,
-            opened_s=self._opened_s.get(worker.name, 0.0),
+            slack_s=share * BIN_S - SPARED_S, gated_since_s=gate.gated_since_s, opened_s=gate.opened_s,
         )  # fmt: skip
 
     def _beat(self) -> None:
@@ -332,7 +335,7 @@ class Cluster:
         self._evict(list(worker.turns))
         self._account(worker, since_s)
         self._next.pop(name, None)
-        del self.workers[name]
+        del self.workers[name], self._gates[name]
         self.router.remove_worker(name)
 
     # At the end

@@ -5,7 +5,8 @@ request, at the cost that the profile gives. Rollouts want all they can get, all
 place there. So what serving loses here is the most it can lose, and what is lent here is what a scheduler can count on.
 
 The result is a timeline: how much of every quarter second was lent, how many tokens of rollout KV the memory rule
-allowed; and how many of the users' requests kept their budgets, with and without lending.
+allowed, for how long the gate was shut at its end (`core.gates`); and how many of the users' requests kept their
+budgets, with and without lending.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from itertools import accumulate
 
 from rose.core.admission import Admission, LendingLimits
 from rose.core.facts import RolloutView, RunningRequest, ServingView, StepFeatures, WaitingRequest
+from rose.core.gates import GateWatch
 from rose.core.latency import LatencyModel
 from rose.core.memory import LendingStretch, MemoryPolicy, MemorySampled, SetRolloutBudget
 from rose.core.slo import Budgets
@@ -65,6 +67,7 @@ class Timeline:
 
     shares: tuple[float, ...]
     kv_tokens: tuple[int, ...]
+    shut_s: tuple[float | None, ...]  # at the end of every bin: for how long; None while it is open
     attainment: float
     requests: int
     busy_share: float  # of the time, serving alone
@@ -98,7 +101,14 @@ class Timeline:
         at = self.bin_at(by_s)
         shares = self.shares[at:] + self.shares[:at]
         edges = tuple(BIN_S * total for total in accumulate(shares, initial=0.0))
-        return replace(self, shares=shares, kv_tokens=self.kv_tokens[at:] + self.kv_tokens[:at], lent_before_s=edges)
+        return replace(
+            self, shares=shares, kv_tokens=self.kv_tokens[at:] + self.kv_tokens[:at],
+            shut_s=self.shut_s[at:] + self.shut_s[:at], lent_before_s=edges,
+        )  # fmt: skip
+
+    def told(self, now_s: float) -> float | None:
+        """What the device says of its gate in a heartbeat."""
+        return self.shut_s[self.bin_at(max(0.0, now_s - BIN_S))]
 
     def bin_at(self, now_s: float) -> int:
         return min(len(self.shares) - 1, int((now_s % self.span_s) / BIN_S))
@@ -143,6 +153,8 @@ class Device:
         self._kv_tokens = 0
         self._lent = [0.0] * math.ceil(until_s / BIN_S)
         self._kv = [0] * len(self._lent)
+        self.gate = GateWatch()
+        self._shut: list[float | None] = [None] * len(self._lent)
         self._number = 0
 
     def run(self) -> Timeline:
@@ -151,23 +163,36 @@ class Device:
                 arrival = self._coming.popleft()
                 self.admission.prompts.observe(arrival.prompt_tokens)
                 self._waiting.append(Served(arrival, arrival.prompt_tokens, lent_before_s=self.lent_s))
-            if not (self.lends and self._lend()) and not self._serve():
+            if not (self.lends and self._ask()) and not self._serve():
                 self._idle()
         kept = [served.keeps(self.budgets) for served in self._done]
         shares = tuple(min(1.0, lent_s / BIN_S) for lent_s in self._lent)
         edges = [BIN_S * total for total in accumulate(shares, initial=0.0)]
         attainment, busy_share = sum(kept) / max(1, len(kept)), self.busy_s / self.now_s
-        return Timeline(shares, tuple(self._kv), attainment, len(kept), busy_share, tuple(edges))
+        return Timeline(shares, tuple(self._kv), tuple(self._shut), attainment, len(kept), busy_share, tuple(edges))
 
     def _idle(self) -> None:
         for model in (self.admission.serving, self.admission.rollout):
             if model.is_refit_due:
                 model.refit()
-        self.now_s = max(self.now_s + 1e-6, min(self.until_s, self._coming[0].at_s if self._coming else math.inf))
+        until_s = max(self.now_s + 1e-6, min(self.until_s, self._coming[0].at_s if self._coming else math.inf))
+        self._watch(until_s)
+        self.now_s = until_s
 
     # Lending
 
-    def _lend(self) -> bool:
+    def _ask(self) -> bool:
+        step = self._lend()
+        self.gate.asked(self.now_s, is_let=step is not None)
+        if step is None:
+            return False
+        seconds = self.rollout.step_s(step) * self._chance.lognormvariate(0, NOISE)
+        self.admission.rollout.observe(step, seconds)
+        self._spend(seconds, is_lent=True)
+        return True
+
+    def _lend(self) -> StepFeatures | None:
+        """The step that rollouts may run now."""
         self._remember()
         sequences = max(1, min(ROLLOUT_SEQUENCES, self._kv_tokens // ROLLOUT_CONTEXT_TOKENS))
         prompts = STEP_TOKENS if self._chance.random() < PROMPT_SHARE else 0
@@ -178,7 +203,7 @@ class Device:
         waiting = tuple(WaitingRequest(s.arrival.at_s, s.left_tokens) for s in shown)
         grant = self.admission.decide(ServingView(self._number, waiting, running), view, self.now_s)
         if not grant.is_open(self.now_s):
-            return False
+            return None
         decodes = min(sequences, grant.sequences, grant.tokens)
         chunk = min(prompts, grant.tokens - decodes)
         context = ROLLOUT_CONTEXT_TOKENS
@@ -188,12 +213,7 @@ class Device:
             decodes * (context + 1) + chunk * context + chunk * (chunk + 1) // 2,
             decodes + bool(chunk),
         )
-        if self.admission.rollout.upper(features) > grant.step_s_max:
-            return False
-        seconds = self.rollout.step_s(features) * self._chance.lognormvariate(0, NOISE)
-        self.admission.rollout.observe(features, seconds)
-        self._spend(seconds, is_lent=True)
-        return True
+        return features if self.admission.rollout.upper(features) <= grant.step_s_max else None
 
     def _remember(self) -> None:
         """The memory rule, with rollouts that hold all they may."""
@@ -210,9 +230,15 @@ class Device:
         if is_lent and first < len(self._lent):
             self._lent[first] += seconds
             self.lent_s += seconds
+        self._watch(self.now_s + seconds)
         self.now_s += seconds
         for at in range(first, min(len(self._kv), int(self.now_s / BIN_S) + 1)):
             self._kv[at] = self._kv_tokens
+
+    def _watch(self, until_s: float) -> None:
+        """Note how the gate stands at the end of every bin from now until then."""
+        for at in range(int(self.now_s / BIN_S), min(len(self._shut), int(until_s / BIN_S))):
+            self._shut[at] = self.gate.shut_s((at + 1) * BIN_S)
 
     # Serving
 
@@ -235,6 +261,7 @@ class Device:
         seconds = self.serving.step_s(features) * self._chance.lognormvariate(0, NOISE)
         self.busy_s += seconds
         if self.lends:
+            self.admission.demand.served(features, seconds, self.now_s + seconds)
             self.admission.serving.observe(features, seconds)
         self._spend(seconds, is_lent=False)
         self._say(begun)

@@ -9,9 +9,11 @@ import functools
 import os
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from rose.engines.base import Budget, Partial, Request, Sampling, Span, StepEngine, StepPlan, TokenEvent
 from rose.engines.blocks import BlockPool

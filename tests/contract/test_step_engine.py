@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from tests.contract.kinds import WIDE, EngineKind, Output, ask, collect, many, run, step_once
 
@@ -267,7 +267,10 @@ REFUSED: dict[str, tuple[type[RequestRefused], Callable[[StepEngine], Request]]]
     "an empty prompt": (RequestRefused, lambda engine: Request("bad", ())),
     "an id in use": (RequestRefused, lambda engine: ask("a", prompt=3)),
     "nothing to generate": (RequestRefused, lambda engine: ask("bad", max_tokens=0)),
-    "a bad partial": (RequestRefused, lambda engine: dataclasses.replace(ask("bad"), partial=Partial((-3,), (-1.0,)))),
+    "a bad partial": (
+        RequestRefused,
+        lambda engine: msgspec.structs.replace(ask("bad"), partial=Partial((-3,), (-1.0,))),
+    ),
 }
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from tests.contract.kinds import WIDE, EngineKind, Output, ask, collect, many, run, step_once
 
@@ -35,7 +34,7 @@ def test_the_same_prompt_is_found_again(kind: EngineKind) -> None:
     run(engine)
     before = engine.facts()
     assert before.kv_blocks_cached > 0
-    engine.add(dataclasses.replace(request, request_id="again"))
+    engine.add(msgspec.structs.replace(request, request_id="again"))
     output = run(engine)["again"]
     whole_blocks = 49 // before.block_tokens * before.block_tokens
     assert output.cached_tokens == whole_blocks
@@ -72,7 +71,7 @@ def test_the_next_turn_finds_generated_tokens(kind: EngineKind) -> None:
     size = engine.facts().block_tokens
     engine.add(first)
     said = run(engine)["a"].token_ids
-    second = dataclasses.replace(first, request_id="b", prompt_ids=(*first.prompt_ids, *said, 5, 6, 7))
+    second = msgspec.structs.replace(first, request_id="b", prompt_ids=(*first.prompt_ids, *said, 5, 6, 7))
     assert cached_on_arrival(engine, second) == 59 // size * size
 
 
@@ -121,7 +120,7 @@ def test_evicted_anywhere_it_goes_on_elsewhere(kind: EngineKind, planned: bool) 
         assert partial == before.partial()
         assert engine.facts().kv_blocks_used == engine.facts().running == 0
         other = kind.fresh()
-        other.add(dataclasses.replace(request, partial=partial))
+        other.add(msgspec.structs.replace(request, partial=partial))
         assert before.then(run(other)["a"]).same_as(reference)
 
 
@@ -130,7 +129,7 @@ def test_a_request_may_move_after_every_token(kind: EngineKind) -> None:
     partial, engines = Partial(), [kind.fresh(), kind.fresh()]
     for move in range(9):
         engine = engines[move % 2]
-        engine.add(dataclasses.replace(request, partial=partial))
+        engine.add(msgspec.structs.replace(request, partial=partial))
         run(engine, steps=1)
         partial = engine.evict("a")
         assert len(partial.token_ids) == move + 1
@@ -143,7 +142,7 @@ def test_a_request_may_move_after_every_token(kind: EngineKind) -> None:
 def test_a_waiting_request_keeps_what_it_brought(kind: EngineKind) -> None:
     engine = kind.fresh()
     partial = Partial((5, 6), (-1.0, -2.0), (Span("old", 0, 2),))
-    engine.add(dataclasses.replace(ask(), partial=partial))
+    engine.add(msgspec.structs.replace(ask(), partial=partial))
     assert engine.evict("a") == partial
 
 
@@ -222,7 +221,7 @@ def test_a_lower_limit_evicts_and_holds(kind: EngineKind) -> None:
         output = outputs[request.request_id]
         if request.request_id in evicted:
             other = kind.fresh()
-            other.add(dataclasses.replace(request, partial=output.partial()))
+            other.add(msgspec.structs.replace(request, partial=output.partial()))
             output = output.then(run(other)[request.request_id])
         assert output.same_as(kind.alone(request))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 
+import msgspec
 import pytest
 from tests.contract.kinds import CONTEXT_TOKENS, Output, ask
 from tests.contract.workers import EmbeddedWorkers, SimulatedWorkers, WorkerKind
@@ -97,7 +97,7 @@ def test_events_come_in_order_and_end_with_a_reason(kind: WorkerKind) -> None:
         assert isinstance(worker, Worker)
         await open_gate(worker, clock)
         request = new(max_tokens=12)
-        first, second = await whole(worker, request), await whole(worker, dataclasses.replace(request))
+        first, second = await whole(worker, request), await whole(worker, msgspec.structs.replace(request))
         assert (first.finish_reason, len(first.token_ids), len(first.logprobs)) == ("length", 12, 12)
         assert first.same_as(second)
 
@@ -197,9 +197,9 @@ def test_evict_yields_everything_so_far_and_it_can_go_on(kind: WorkerKind) -> No
         await read(events, output)
         assert output.finish_reason == "abort"
         await open_gate(worker, clock)
-        later = await whole(worker, dataclasses.replace(request, partial=output.partial()))
+        later = await whole(worker, msgspec.structs.replace(request, partial=output.partial()))
         assert (await worker.facts()).engine.generated_tokens - generated == len(later.token_ids)
-        assert output.then(later).same_as(await whole(worker, dataclasses.replace(request, request_id="reference")))
+        assert output.then(later).same_as(await whole(worker, msgspec.structs.replace(request, request_id="reference")))
         await worker.evict("never heard of")
 
     kind.tell(story)
@@ -304,7 +304,7 @@ def test_a_kv_budget_evicts_what_no_longer_fits(kind: WorkerKind) -> None:
         assert (await read(events, output)).finish_reason == "abort"
         await worker.kv_budget(1 << 30)
         await open_gate(worker, clock)
-        later = await whole(worker, dataclasses.replace(first, partial=output.partial()))
+        later = await whole(worker, msgspec.structs.replace(first, partial=output.partial()))
         assert output.then(later).same_as(await whole(worker, first))
         assert (await whole(worker, second)).finish_reason == "length"
 

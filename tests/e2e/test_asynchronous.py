@@ -11,7 +11,8 @@ from tests.e2e.running import Run, kill_all
 
 from rose.core.staleness import version_number
 from rose.launch.summing_up import read_lines
-from rose.train.warmstart import Recipe, make_warm_start
+from rose.train.recipes import Recipe
+from rose.train.warmstart import make_warm_start
 
 pytestmark = pytest.mark.slow
 

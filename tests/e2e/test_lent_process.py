@@ -112,6 +112,7 @@ def test_a_rollout_model_that_cannot_load_is_said_at_start(start: messages.Start
     "settings, terms, words",
     [
         ({"kv_memory_mb": 4}, {}, "too few to share"),
+        ({"kv_memory_mb": 16}, {"page_kb": 3000}, "evenly only 8 at a time"),
         ({"kv_memory_mb": 12}, {"headroom_share": 0.8, "max_context_tokens": 4096}, "less than one context"),
         ({}, {"ttft_ms": 1.0, "tpot_ms": 0.1}, "cannot|can keep"),
     ],

@@ -21,7 +21,8 @@ from tests.e2e.test_run import verified
 
 from rose.launch.summing_up import read_lines
 from rose.launch.superseding import counted
-from rose.train.warmstart import Recipe, make_warm_start
+from rose.train.recipes import Recipe
+from rose.train.warmstart import make_warm_start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

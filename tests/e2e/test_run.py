@@ -19,7 +19,8 @@ from tests.e2e.running import Run, kill, processes_of
 
 from rose.cli.main import main
 from rose.launch.past_runs import read_run
-from rose.train.warmstart import Recipe, make_warm_start
+from rose.train.recipes import Recipe
+from rose.train.warmstart import make_warm_start
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -95,6 +96,7 @@ def verified(run: Run) -> str:
         (["--profile", "heavy"], "rollout-heavy"),
         (["--set", "worker.device=cpu:999"], "cpu:999"),
         (["--set", "rollout_model=nowhere"], "nowhere"),
+        (["--set", "environment=frozenlake-8x8"], "rollout_model=FOLDER"),
         (["--set", "weights.relay=tcp://127.0.0.1:1"], "ROSE_RELAY_SECRET"),
     ],
 )

@@ -8,7 +8,8 @@ import pytest
 from tests.e2e.devices import ROOT
 from tests.e2e.running import Run
 
-from rose.train.warmstart import Recipe, make_warm_start
+from rose.train.recipes import Recipe
+from rose.train.warmstart import make_warm_start
 
 AGENT = ROOT / "examples" / "own_agent.py"
 GAP_MAX = 0.01  # nats: what engine and trainer say of the same tokens under the same weights

@@ -7,9 +7,9 @@ change by anything done here.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -67,7 +67,7 @@ class EnginesHold(RuleBasedStateMachine):
 
     @rule(engine=ENGINES, template=st.sampled_from(TEMPLATES))
     def add(self, engine: int, template: Request) -> None:
-        request = dataclasses.replace(template, request_id=f"r{self.added}")
+        request = msgspec.structs.replace(template, request_id=f"r{self.added}")
         self.added += 1
         self.requests[request.request_id], self.outputs[request.request_id] = request, Output()
         if not self._offer(engine, request):
@@ -190,7 +190,7 @@ class EnginesHold(RuleBasedStateMachine):
         return True
 
     def _with_partial(self, name: str) -> Request:
-        return dataclasses.replace(self.requests[name], partial=self.outputs[name].partial())
+        return msgspec.structs.replace(self.requests[name], partial=self.outputs[name].partial())
 
     def _take(self, engine: int, events: Any) -> None:
         for event in events:

@@ -6,9 +6,9 @@ stands, and everybody else ends as if alone. Prompts share prefixes, so that blo
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -79,7 +79,7 @@ class TenantsHold(RuleBasedStateMachine):
     @rule(side=SIDES, template=st.sampled_from(TEMPLATES), times=st.integers(1, 3))
     def add(self, side: str, template: Request, times: int) -> None:
         for _ in range(times):
-            request = dataclasses.replace(template, request_id=f"{side}{len(self.requests)}")
+            request = msgspec.structs.replace(template, request_id=f"{side}{len(self.requests)}")
             try:
                 self.engines[side].add(request)
             except (RequestRefused, Unavailable):  # more wait than may, or it does not fit now

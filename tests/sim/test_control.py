@@ -11,24 +11,32 @@ import os
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
 from rose.coserve.messages import LENGTH_BYTES, FrameReader
 from rose.rollout.books import Books
-from rose.rollout.messages import Turn
+from rose.rollout.condition import Condition
+from rose.rollout.messages import Beat, Turn
 from rose.rollout.trajectories import Finish
 from rose.sim.gateway import SimulatedGateway
 from rose.sim.ledger import WatchedLedger
 from rose.sim.scenario import Scenario, random_scenario
+from rose.sim.traffic import Traffic
 from rose.sim.world import Report, simulate
 
 SIMULATE_S = float(os.environ.get("ROSE_SIMULATE_CONTROL_S", "30"))
 SEEDS_MIN = 12
 SEEDS_TO_CATCH = 24
 SEEDS_KEPT = (1, 12, 35, 62, 107, 116, 239, 558)
+
+BUSY_SERVING: dict[str, Any] = {
+    "dedicated": 1, "borrowed": 1, "mode": "idle", "traffic": Traffic(2.0, 24, 40, burst=4.0), "pages": 120,
+    "faults_per_s": 0.0, "vanishing": 0.0, "router": "cost", "borrowed_max": None, "dedicated_max": None, "seats": 4,
+    "tokens_max": 96, "wait_s": 30.0, "lease_s": 5.0, "max_waiting": 64,
+}  # fmt: skip
 
 
 def check(report: Report) -> None:
@@ -103,6 +111,36 @@ def simulate_data(scenario: Scenario) -> dict[str, str]:
     report = simulate(scenario)
     check(report)
     return report.data
+
+
+# Gates
+
+
+class HearsGates(SimulatedGateway):
+    """Notes what workers say of their gates, and what becomes of their turns."""
+
+    told: ClassVar[list[float | None]] = []
+
+    def _heard_message(self, link, message):
+        super()._heard_message(link, message)
+        if isinstance(message, Beat) and link.member.kind == "borrowed":
+            view = self._living().pool.view(link.member)
+            assert message.shut_s is None or view.gated_since_s is not None, "the router knows what the device said"
+            self.told.append(message.shut_s)
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "not told"])
+def test_who_stands_behind_servings_gate_says_so_and_is_not_called_stalled(is_told, monkeypatch):
+    """Nothing goes wrong in this world but that users keep one of two devices busy."""
+    if not is_told:
+        monkeypatch.setattr(Condition, "_shut_s", lambda self, now_s: None)
+    HearsGates.told.clear()
+    scenario = dataclasses.replace(random_scenario(0), **BUSY_SERVING)
+    report = simulate(scenario, host=HearsGates)
+    check(report)
+    shut = [shut_s for shut_s in HearsGates.told if shut_s is not None]
+    assert bool(shut) == is_told
+    assert (report.counts["stalled"] == 0) == is_told
 
 
 # A judge who sees
@@ -193,6 +231,20 @@ class ForgetsOwners(BrokenGateway):
         return books
 
 
+class KnowsNoGates(BrokenGateway):
+    """Blames workers for what serving does."""
+
+    def broken(self, books: Books) -> Books:
+        heard = books.pool.heard
+
+        def deaf(member, beat, now_s):
+            heard(member, msgspec.structs.replace(beat, shut_s=None), now_s)
+            member.beat = beat
+
+        books.pool.heard = deaf  # type: ignore[method-assign]
+        return books
+
+
 class TakesAnyVersion(BrokenGateway):
     """Places turns on workers that are behind, and takes what they draw."""
 
@@ -276,6 +328,7 @@ SWAPPED_IN_MID_TURN = {"ahead": 1, "tokens_max": 96, "think_s": 0.01, "seats": 8
         (KnowsNoCaps, {"borrowed": 3, "borrowed_max": 1}),
         (KeepsDevices, {"borrowed": 2, "return_after_s": 0.5}),
         (ForgetsOwners, {"borrowed": 2}),
+        (KnowsNoGates, {"borrowed": 2, "dedicated": 1}),
         (TakesAnyVersion, {}),
         (SpeaksTooSoon, {}),
         (KnowsNoRepetition, {}),

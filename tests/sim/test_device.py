@@ -11,9 +11,10 @@ import random
 import time
 
 import pytest
-from tests.sim.device import Device, Report, World
+from tests.sim.device import SEQUENCES, WIDE, Device, Report, World
 
 from rose.core.slo import Budgets
+from rose.engines.base import Request
 from rose.sim.traffic import Traffic
 
 SIMULATE_S = float(os.environ.get("ROSE_SIMULATE_S", "30"))
@@ -104,6 +105,14 @@ def test_decode_harvests_where_serving_is_always_busy():
     assert decode.attainment() == idle.attainment() == 1.0
 
 
+def test_a_queue_now_and_then_is_no_overload():
+    """Prompts often wait for each other at a third of capacity: `decode` lends far more than `idle`, nobody loses."""
+    world = World(None, Traffic(10, prompt_tokens=285, output_tokens=52), seed=3, until_s=8, noise=0.1)
+    alone, idle, decode = (run(dataclasses.replace(world, mode=mode)) for mode in (None, "idle", "decode"))
+    assert decode.rollout_tokens_per_s > 1.2 * idle.rollout_tokens_per_s
+    assert decode.attainment() == alone.attainment() == 1.0
+
+
 def test_paper_loses_under_bursts_where_decode_does_not():
     """Spikes that serving alone just survives; and the ledger knows whose fault it was."""
     spikes = Traffic(60, burst=4.0, spikes=2, spike_requests=40, spike_s=0.3, output_tokens=10)
@@ -136,6 +145,33 @@ def test_the_breaker_ends_lending_that_goes_wrong():
     report = device.run()
     assert device.breaker is not None and device.breaker.trips == 1
     assert any("circuit breaker" in reason for reason in report.reasons)
+
+
+def test_rollouts_without_a_seat_are_not_looked_at():
+    """They could not run, and to list a flood of them before every step would cost serving's steps time."""
+    lender = Device(World("decode", Traffic(1), trajectories=150)).lender
+    assert lender.rollout_view().prompt_tokens > 0
+    for _ in range(7):  # the shortest turn has one token more
+        plan = lender.rollout.plan(WIDE)
+        assert plan is not None
+        lender.rollout.step(plan)
+    view = lender.rollout_view()
+    assert (view.decoding, view.prompt_tokens) == (SEQUENCES, 0)
+
+
+def test_users_who_give_up_waiting_are_not_forgotten():
+    """Who leaves late and without a first token is a miss; and a breach, where lending was in front of it."""
+    device = Device(World("decode", Traffic(1), breaks=True))
+    lender = device.lender
+    for number in range(30):
+        lender.add_serving(Request(f"r{number}", (1, 2, 3), arrival_s=float(number)))
+        if number < 2:
+            lender.ledger.lent(number + 0.1, number + 0.4, upper_s=1.0)
+        found = lender.serving_gone(f"r{number}", number + (0.6 if number < 25 else 0.4))
+        assert [breach.objective for breach in found] == (["ttft"] if number < 2 else [])
+    assert lender.breaches["ttft"] == 2 and lender.ledger.open_accounts == 0
+    assert "0 of 25 requests" in (device.breaker.why_stopped(30.0) or "")
+    assert lender.serving_gone("r0", 99.0) == []
 
 
 def test_a_device_that_is_always_stopped_is_hardly_lent():

@@ -146,7 +146,7 @@ def test_requests_do_not_pile_up():
 
 def test_overload_latches_for_seconds_and_idle_goes_on():
     lender = admission("decode")
-    lender.decide(waiting(*[500] * 8), ROLLOUT, NOW_S)
+    lender.decide(waiting(*[500] * 12), ROLLOUT, NOW_S)
     later_s = NOW_S + LIMITS.latch_s - 0.01
     fresh = ServingView(2, (), (RunningRequest(later_s - 0.001, 100),))
     assert "overload" in lender.decide(fresh, ROLLOUT, later_s).reason
@@ -156,15 +156,27 @@ def test_overload_latches_for_seconds_and_idle_goes_on():
     assert lender.decide(fresh, ROLLOUT, after_s).is_open(after_s)
 
 
-def test_a_long_typical_prompt_is_no_overload():
-    """It takes 60 % of the budget by itself, with nobody waiting: no latch. One that waits before it: a latch."""
+def test_a_long_prompt_is_no_overload_and_one_after_the_other_is():
     lender = admission("decode")
     for _ in range(100):
         lender.prompts.observe(3750)
     assert not lender.decide(decoding(0.001), ROLLOUT, NOW_S).reason.startswith("overload")
+    lender.decide(waiting(1000), ROLLOUT, NOW_S)
     assert not lender.is_latched(NOW_S)
-    lender.decide(waiting(3000), ROLLOUT, NOW_S)
-    assert lender.is_latched(NOW_S)
+    for number in range(4):
+        lender.demand.served(StepFeatures(500, 500, 125_000, 1), 0.1, NOW_S + 0.1 * (number + 1))
+    lender.decide(waiting(1000), ROLLOUT, NOW_S + 0.4)
+    assert lender.is_latched(NOW_S + 0.4)
+
+
+def test_a_device_that_decodes_all_the_time_is_not_overloaded():
+    lender = admission("decode")
+    decode = StepFeatures(1, 100, 100, 1)
+    seconds = SERVING.predict(decode)
+    for number in range(round(2 / seconds)):
+        lender.demand.served(decode, seconds, NOW_S + number * seconds)
+    now_s = NOW_S + 2
+    assert lender.decide(ServingView(2, (), (RunningRequest(now_s - 0.001, 100),)), ROLLOUT, now_s).is_open(now_s)
 
 
 def test_a_small_step_must_be_nearly_as_efficient_as_a_full_one():
@@ -304,6 +316,36 @@ def test_more_company_left_by_earlier_lending_is_doubtful():
     assert (ledger.doubtful, ledger.breaches) == (1, 0)
 
 
+@pytest.mark.parametrize(
+    "story, left_s, lent_s, is_breach",
+    [
+        ("gave up in time", 0.4, 0.4, False),
+        ("gave up late, and was kept waiting by lending", 0.6, 0.2, True),
+        ("gave up late, as it would have alone", 0.9, 0.2, False),
+    ],
+)
+def test_who_gives_up_waiting_for_a_first_token_has_lost_it(story, left_s, lent_s, is_breach):
+    ledger = Ledger(BUDGETS)
+    ledger.arrived("a", 0.0)
+    ledger.lent(0.0, lent_s, upper_s=math.inf)
+    breach = ledger.left("a", 0, left_s)
+    assert (breach is not None and breach.objective == "ttft") is is_breach, story
+    assert ledger.open_accounts == 0 and ledger.left("a", 0, 9.0) is None
+    ledger.arrived("b", 10.0)
+    assert ledger.first_token("b", 10.6) is None, "nobody has been waiting since"
+
+
+@pytest.mark.parametrize("left_s, is_breach", [(0.1 + 3 * 0.14, False), (0.1 + 3 * 0.2, True), (0.1 + 3 * 0.4, False)])
+def test_who_gives_up_between_tokens_has_lost_the_next_one(left_s, is_breach):
+    """Three tokens made and the fourth awaited: three gaps, of which lending took 0.1 s each."""
+    ledger = Ledger(BUDGETS)
+    ledger.arrived("a", 0.0)
+    ledger.first_token("a", 0.1)
+    ledger.lent(0.1, 0.4, upper_s=math.inf)
+    assert (ledger.left("a", 3, left_s) is not None) is is_breach
+    assert ledger.open_accounts == 0
+
+
 def test_a_request_that_is_gone_leaves_no_account():
     ledger = Ledger(BUDGETS)
     ledger.arrived("a", 0.0)
@@ -361,6 +403,43 @@ def test_late_steps_alone_are_forgiven_in_seconds():
         breaker.lent(8.0 + number / 1000, is_late=True)
     assert breaker.why_stopped(9.0) and breaker.why_stopped(18.9), "twice as long, if it goes on"
     assert breaker.why_stopped(19.0) is None
+
+
+def late_steps(breaker: Breaker, at_s: float) -> None:
+    for number in range(10):
+        breaker.lent(at_s + number / 1000, is_late=True)
+    assert "lent steps" in (breaker.why_stopped(at_s + 0.1) or "")
+
+
+def lost_deadlines(breaker: Breaker, at_s: float) -> None:
+    for _ in range(4):
+        breaker.deadline_lost(at_s)
+    assert "deadlines" in (breaker.why_stopped(at_s) or "")
+
+
+def test_late_steps_do_not_lengthen_the_rest_for_lost_deadlines():
+    """Each cause has its own cool-down. They shared one: an hour of late steps, and one bad minute cost sixteen."""
+    breaker, at_s = Breaker(), 0.0
+    for rest_s in (5.0, 10.0, 20.0, 40.0):
+        late_steps(breaker, at_s)
+        assert breaker.why_stopped(at_s + rest_s)
+        at_s += rest_s + 0.2
+        assert breaker.why_stopped(at_s) is None
+    lost_deadlines(breaker, at_s)
+    assert breaker.why_stopped(at_s + 59.9) and breaker.why_stopped(at_s + 60.0) is None
+    late_steps(breaker, at_s + 60.0)
+    assert breaker.why_stopped(at_s + 65.0) and breaker.why_stopped(at_s + 65.2) is None, "forgiven in that minute"
+    assert breaker.trips == 6
+
+
+def test_a_minute_in_peace_forgives_each_cause():
+    breaker = Breaker()
+    lost_deadlines(breaker, 0.0)
+    assert breaker.why_stopped(60.0) is None
+    lost_deadlines(breaker, 61.0)
+    assert breaker.why_stopped(61.0 + 119.9) and breaker.why_stopped(61.0 + 120.0) is None, "it went on"
+    lost_deadlines(breaker, 251.0)
+    assert breaker.why_stopped(251.0 + 59.9) and breaker.why_stopped(251.0 + 60.0) is None
 
 
 @pytest.mark.parametrize(

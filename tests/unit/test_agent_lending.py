@@ -58,6 +58,23 @@ def test_a_device_that_lends_nothing_says_so_and_is_offered_nothing(
     tell(folder, told)
 
 
+def test_a_gate_that_serving_shuts_is_told_and_the_device_is_still_open(folder: ModelFolder) -> None:
+    async def told(found: World) -> None:
+        engine = await lent(found, "a")
+        member, pool = found.gateway.pool.get("a"), found.gateway.pool
+        assert member is not None and pool.view(member).gated_since_s is None
+        engine.lend(shut_s=0.5)
+        await eventually(lambda: pool.view(member).gated_since_s is not None)
+        assert pool.view(member).is_open
+        _, shown = await found.ask("GET", "/v1/pool")
+        assert state_of(shown, "a")["shut_s"] >= 0.5
+        engine.lend(shut_s=None)
+        await eventually(lambda: pool.view(member).gated_since_s is None)
+        assert pool.view(member).opened_s > member.joined_s
+
+    tell(folder, told)
+
+
 def test_a_device_is_parked_when_there_is_no_work_and_is_back_for_the_next_turn(folder: ModelFolder) -> None:
     async def told(found: World) -> None:
         engine = await lent(found, "a")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rose.core.allocation import Cycle, allocation_overhead_s, allocation_overhead_share
-from rose.launch.watching import allocation_overhead, count_from_asking
+from rose.launch.allocation import allocation_of, count_from_asking
 
 WHOLE = Cycle(1, "a", 10.0, 10.1, "", 10.4, 10.5, 10.5, 50.0, 50.2)
 
@@ -40,8 +40,9 @@ def test_of_a_run_by_the_newest_record_of_every_cycle() -> None:
 
     steps = [{"kind": "step", "began_s": 10.0, "step_s": 5.0}, {"kind": "step", "began_s": 100.0, "step_s": 10.0}]
     lines = [*steps, line(), line(activated_s=21.0, synced_s=22.0, usable_s=22.0), {"kind": "sample", "at_s": 3.0}]
-    assert allocation_overhead(lines) == pytest.approx(0.02)
-    assert allocation_overhead(lines[2:]) is None
+    assert allocation_of(lines) == {"allocation_overhead_share": pytest.approx(0.02), "borrow_cycles": 0}
+    assert allocation_of(lines[2:]) == {"allocation_overhead_share": None, "borrow_cycles": 0}, "without a step"
+    assert allocation_of(steps)["allocation_overhead_share"] is None, "nothing was borrowed"
 
 
 def test_time_counts_from_asking_the_owner_not_from_when_the_gateway_hears() -> None:
@@ -69,4 +70,32 @@ def test_a_run_counts_what_it_asked() -> None:
         {"kind": "asked", "at_s": 20.0, "is_lent": True},
         {"kind": "allocation", "number": 1, "name": "a", "wanted_s": 20.5, "chosen_s": 20.5, "usable_s": 21.0},
     ]
-    assert allocation_overhead(lines) == pytest.approx(0.01)
+    assert allocation_of(lines)["allocation_overhead_share"] == pytest.approx(0.01)
+
+
+def test_a_device_is_back_when_its_owner_says_so_too() -> None:
+    cycles = [Cycle(1, "a", 1.0, 1.0, "", 1.0, 1.0, 1.0, 10.1, 10.1)]
+    count_from_asking(cycles, [{"at_s": 10.0, "is_lent": False, "answered_s": 10.4}])
+    assert (cycles[0].returned_s, cycles[0].released_s) == (10.0, 10.4)
+
+
+def test_only_what_was_given_back_in_time_is_a_cycle() -> None:
+    def line(number: int, **changes: Any) -> dict[str, Any]:
+        known = {"kind": "allocation", "number": number, "name": "a", "wanted_s": 1.0, "chosen_s": 1.0, "usable_s": 1.0}
+        return known | changes
+
+    steps = [{"kind": "step", "began_s": 0.0, "step_s": 100.0}]
+    back, late = line(1, returned_s=9.0, released_s=9.5), line(2, returned_s=101.0, released_s=102.0)
+    found = allocation_of([*steps, back, late, line(3)])
+    assert found == {"allocation_overhead_share": pytest.approx(0.005), "borrow_cycles": 1}
+
+
+def test_each_attempt_of_a_run_has_its_own_clock_and_its_own_numbers() -> None:
+    def attempt(began_s: float) -> list[dict[str, Any]]:
+        moments = {"wanted_s": began_s + 1, "chosen_s": began_s + 1, "usable_s": began_s + 2}
+        back = {"returned_s": began_s + 20, "released_s": began_s + 21}
+        cycle = {"kind": "allocation", "number": 1, "name": "a", **moments, **back}
+        return [{"kind": "step", "began_s": began_s, "step_s": 50.0}, cycle]
+
+    found = allocation_of([*attempt(1000.0), {"kind": "resume", "step": 1}, *attempt(3.0)])
+    assert found == {"allocation_overhead_share": pytest.approx(0.04), "borrow_cycles": 2}

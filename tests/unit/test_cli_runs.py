@@ -81,6 +81,14 @@ def test_one_run_at_length_by_name_by_path_or_the_newest(tmp_path, capsys):
     assert found["summary"]["cost_per_correct"] > 0 and found["settings"]["groups.size"] == 8
 
 
+def test_what_no_figure_says_is_told_too(tmp_path, capsys):
+    assert "to know about it:\n  dedicated died and was started again" in said(
+        capsys, "show", written(tmp_path, "one"), "--runs", tmp_path
+    )
+    [shown] = [line for line in said(capsys, "show", "one", "--runs", tmp_path).splitlines() if "given back" in line]
+    assert shown.split()[-1] == "0"
+
+
 def test_an_unknown_run_names_the_nearest(tmp_path, capsys):
     written(tmp_path, "larger-groups")
     assert cli.main(["runs", "show", "large-groups", "--runs", str(tmp_path)]) == 2
@@ -218,9 +226,24 @@ def test_a_folder_with_settings_alone_is_a_run_that_did_nothing_yet(tmp_path, ca
     assert "begun" in said(capsys, "show", "begun", "--runs", tmp_path)
 
 
+def test_what_is_missing_is_told_once(tmp_path):
+    folder = written(tmp_path, "it", is_summed_up=False)
+    (folder / "settings.yaml").unlink()
+    trouble = read_run(folder).trouble
+    assert trouble.count("No such file") == 1 and trouble.endswith("no figures can be made")
+
+
+@pytest.mark.parametrize("usd, shown", [(8.34e-7, "0.834"), (1.2e-5, "12"), (0.0123, "12,300"), (None, "-")])
+def test_money_is_shown_for_a_million_answers(tmp_path, capsys, usd, shown):
+    folder = written(tmp_path, "it")
+    (folder / "summary.json").write_text(json.dumps({"notes": [], "steps": 8, "cost_per_correct": usd}))
+    [line] = [line for line in said(capsys, "show", "it", "--runs", tmp_path).splitlines() if "USD per" in line]
+    assert line.split("answers")[1].strip() == shown
+
+
 def test_figures_of_a_strange_kind_are_shown_as_they_are(tmp_path, capsys):
     folder = written(tmp_path, "it")
-    summary = {"cost_per_correct": None, "steps": "many", "turns_by_pool": {"borrowed": "all"}, "lost": True}
+    summary = {"notes": "none", "steps": "many", "turns_by_pool": {"borrowed": "all"}, "lost": True}
     (folder / "summary.json").write_text(json.dumps(summary))
     assert "many" in said(capsys, "show", "it", "--runs", tmp_path)
     assert "many" in said(capsys, "ls", "--runs", tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import select
 import socket
 import threading
 import time
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from tests.e2e.scripted_engine import CRASH, ScriptedEngine
 
 from rose.config.device import EngineSettings
-from rose.coserve import executor, link, messages
+from rose.coserve import executor, link, messages, port
 from rose.engines.base import Budget, Request, Sampling, StepPlan, TokenEvent
 from rose.errors import ConfigError, ContextTooLong, ModelError, QueueFull, RoseError, Unavailable
 
@@ -273,6 +275,36 @@ def test_a_front_that_never_reads_is_given_up(start: Start, monkeypatch: pytest.
     peer = start()
     peer.send(messages.Add(request(max_tokens=4000, top_logprobs=20)))
     assert isinstance(peer.end(), Unavailable)
+
+
+def test_a_flood_of_commands_is_taken_a_little_at_a_time() -> None:
+    ours, theirs = socket.socketpair()
+    clock, engine, end = itertools.count(), ScriptedEngine(EngineSettings()), link.EngineLink(theirs)
+    heard = port.Port(engine, end, Budget(512, 64), now_s=lambda: float(next(clock)))
+    ours.sendall(b"".join(messages.frame(messages.Add(request(f"r{number}"))) for number in range(20)))
+    taken = [0]
+    while taken[-1] < 20:
+        link.wait_any([end])  # returns at once while anything is left
+        heard.obey_all(3.0)
+        taken.append(engine.facts().waiting)
+    assert taken == [0, 3, 6, 9, 12, 15, 18, 20]
+    end.close()
+    ours.close()
+
+
+def test_a_link_that_is_closed_wakes_nobody() -> None:
+    """A thread that reads weights may outlive its front, and the descriptor's number be another link's by then."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    closed = link.EngineLink(pairs[0][1])
+    closed.close()
+    other, poll = link.EngineLink(pairs[1][1]), select.poll()
+    closed.wake()
+    closed.close()
+    other.watch(poll)
+    assert poll.poll(0) == []
+    other.close()
+    for ours, _ in pairs:
+        ours.close()
 
 
 def test_serve_says_why_it_cannot_start(tmp_path: Path) -> None:

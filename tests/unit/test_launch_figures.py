@@ -19,6 +19,7 @@ def test_a_whole_run():
     assert found["cpu_s_by_role"] == {"agent_borrowed": 1.0, "gateway": 2.0, "trainer": 8.0}
     assert found["control_cpu_ms_per_turn"] == pytest.approx(3000 / 2400)
     assert found["serving_attainment"] == found["serving_attainment_alone"] == 1.0
+    assert 0 < found["serving_requests_lent"] < found["serving_requests"] == 80
 
 
 def test_a_comparison_is_by_pairs_of_neighbours():
@@ -55,6 +56,28 @@ def test_how_a_run_learnt():
     lines = [step(1, 0.0, logprob_gap_mean=0.01, staleness_max=1), step(2, 5.0, logprob_gap_mean=0.03, staleness_max=3)]
     found = summary_of(lines, [])
     assert (found["logprob_gap_mean"], found["staleness_max"], found["weight_sync_s"]) == (0.02, 3, 0.1)
+
+
+def test_the_time_to_sync_weights_includes_the_workers():
+    lines = [step(1, 0.0), step(2, 5.0, verdict="starved"), step(3, 10.0)]
+    assert summary_of(lines, [])["weight_sync_s"] == 0.1, "a synchronous run waits itself"
+    lines += [{"kind": "sync", "step": number, "took_s": took_s} for number, took_s in ((1, 0.2), (2, 9.0), (3, 0.4))]
+    assert summary_of(lines, [])["weight_sync_s"] == pytest.approx(0.4)
+
+
+def test_the_pause_is_told_by_steps_or_behind_them():
+    lines = [step(1, 0.0, pause_s=0.001), step(2, 5.0, pause_s=None)]
+    assert summary_of(lines, [])["pause_s"] == 0.001 and summary_of(lines[1:], [])["pause_s"] is None
+    lines.append({"kind": "sync", "step": 2, "took_s": 0.1, "pause_s": 0.003})
+    assert summary_of(lines, [])["pause_s"] == pytest.approx(0.002)
+
+
+def test_the_cost_of_coming_and_going_is_in_the_summary():
+    moments = {"wanted_s": 103.0, "chosen_s": 103.0, "usable_s": 103.5, "returned_s": 106.0, "released_s": 106.0}
+    lines = [*run_lines(2, compare=False), {"kind": "allocation", "number": 1, "name": "a", **moments}]
+    found = summary_of(lines, [])
+    assert found["borrow_cycles"] == 1 and found["allocation_overhead_share"] == pytest.approx(0.5 / 6.2)
+    assert summary_of(run_lines(), [])["allocation_overhead_share"] is None
 
 
 def test_without_both_kinds_of_steps_there_is_no_ratio():

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from xml.etree import ElementTree
 
 import pytest
 from tests.unit.launch_lines import run_lines, served, step
 
+from rose.config.text import write
 from rose.launch.drawing import Picture, powers, round_up, steps
 from rose.launch.figures import summary_of
 from rose.launch.report import html_report
 from rose.launch.report_tables import usd_pair
+from rose.launch.settings import AsynchronySettings, RunSettings
 
 SETTINGS = "serving:\n  lend:\n    ttft_ms: 250.0\n    tpot_ms: 80.0\nname: <b>&\n"
 
 
-def page(lines, rows=()):
-    return html_report({"name": "<x>"} | summary_of(lines, rows), lines, rows, SETTINGS)
+def page(lines, rows=(), settings=SETTINGS):
+    return html_report({"name": "<x>"} | summary_of(lines, rows), lines, rows, settings)
+
+
+def text_of(settings):
+    return write(asdict(settings))
 
 
 def pictures(text):
@@ -58,6 +65,42 @@ def test_headline_then_pictures_then_tables():
     assert tiles[0] == ("60.0%", "held-out success") and ("0", "lost or doubled") in tiles
     assert ("x 1.65", "whole steps") in tiles and ("100.00%", "serving in budget") in tiles
     assert "started again" in text and "trouble" not in text.partition("<body>")[2]
+
+
+def test_it_opens_with_what_was_learnt_and_how():
+    text = page(run_lines(8, compare=False), settings=text_of(RunSettings()))
+    assert "<p>8 steps of DAPO on frozenlake in 25 s, 512 trajectories.</p>" in text
+    asynchronous = RunSettings(environment="alfworld", asynchrony=AsynchronySettings(is_used=True), agent="a.py:play")
+    assert "8 steps of asynchronous DAPO on alfworld, with an agent of its own in" in page(
+        run_lines(), settings=text_of(asynchronous)
+    )
+    resumed = [*run_lines(4), {"kind": "resume", "step": 4}]
+    assert "it went on after 1 interruption." in page(resumed)
+
+
+def test_what_no_figure_says_stands_below_the_headline():
+    lines = [line for line in run_lines() if line["kind"] != "death"]
+    assert 'class="notes"' not in page(lines), "all was well"
+    text = page([*lines, {"kind": "closed", "worker": "borrowed", "why": "<late> steps"}])
+    assert "<li>worker borrowed took no turns for a while: &lt;late&gt; steps</li>" in text
+    assert text.index('class="tiles"') < text.index('class="notes"') < text.index("<svg")
+    assert 'class="notes"' in page([{"kind": "death", "role": "gateway", "is_restarted": True}]), "without a step too"
+
+
+def test_figures_of_weights_devices_and_age():
+    lines = [*run_lines(2, compare=False), step(3, 120.0, pause_s=0.012, staleness_max=2)]
+    text = page(lines)
+    assert "turns stood still for 12 ms" in text and "2 versions old" in text and "no device was" in text
+    moments = {"wanted_s": 103.0, "chosen_s": 103.0, "usable_s": 103.21, "returned_s": 106.0, "released_s": 106.0}
+    assert "1 time; on its way for 1.00% of the time" in page(
+        [*lines, {"kind": "allocation", "number": 1, "name": "a", **moments}]
+    )
+
+
+def test_requests_are_those_that_the_figure_is_of():
+    rows = [served(100 + second / 2) for second in range(80)]
+    lent = summary_of(run_lines(), rows)["serving_requests_lent"]
+    assert f"of {lent} requests of users while the device was lent" in page(run_lines(), rows)
 
 
 def test_trouble_is_marked():

@@ -140,6 +140,34 @@ def test_a_gateway_that_is_gone_ends_the_step_with_its_error(model):
         asyncio.run(rollouts.play_step())
 
 
+def test_held_out_games_that_cannot_be_played_are_told(model, monkeypatch):
+    monkeypatch.setitem(ENVIRONMENTS, "broken", Entry(LakeSettings(), Raising, 8, "breaks"))
+    settings = load_run_settings(None, ["patience.tries_max=1"])
+    rollouts, _ = rollouts_on(FakeGateway(model), model, replace(settings, environment="broken"))
+    rate = asyncio.run(rollouts.evaluate(10))
+    assert len(rollouts.held_out_failures) == 5 and all("thin ice" in why for why in rollouts.held_out_failures)
+    assert rate <= 0.5 and rollouts.under_way == 0
+
+
+def test_slow_environments_are_evaluated_as_many_at_once_as_a_step_plays(model, monkeypatch):
+    at_once = []
+
+    class Slow(FrozenLake):
+        is_quick = False
+
+    def made(settings):
+        at_once.append(rollouts.under_way)
+        return Slow(settings)
+
+    made.is_quick = False
+    monkeypatch.setitem(ENVIRONMENTS, "slow", Entry(LakeSettings(), made, 8, "takes its time"))
+    settings = small()
+    settings = replace(settings, environment="slow", groups=replace(settings.groups, groups=1, size=3))
+    rollouts, _ = rollouts_on(FakeGateway(model), model, settings)
+    asyncio.run(rollouts.evaluate(12))
+    assert len(at_once) == 12 and max(at_once) <= 3
+
+
 def test_held_out_games_are_not_booked(model):
     rollouts, _ = rollouts_on(FakeGateway(model), model, small())
     assert 0 <= asyncio.run(rollouts.evaluate(10)) <= 1

@@ -318,8 +318,12 @@ def test_the_owner_limits_memory_and_time(device: Device) -> None:
     device.serving.send(*map(messages.Add, requests_of("s")))
     device.serving.until(lambda: len(device.serving.finished) == 6)
     assert device.lender.lent_steps == 0
+    told = device.rollout.replies
+    device.rollout.until(lambda: any(one.lending is not None and one.lending.shut_s is not None for one in told))
+    assert ask(device, "status").shut_s is not None
     ask(device, "limits", compute_share=1.0)
     device.rollout.until(lambda: len(device.rollout.finished) == 6)
+    assert ask(device, "status").shut_s is None
     device.serving.send(messages.Control("limits", memory_share=1.5, tag=9))
     device.serving.until(lambda: device.serving.replies[-1].tag == 9)
     assert device.serving.replies[-1].fault is not None

@@ -26,6 +26,7 @@ class World:
         self.told: dict[str, list[ToAgent]] = {}
         self.silent: set[str] = set()
         self.shut: set[str] = set()
+        self.gated_since_s: dict[str, float] = {}  # by serving, for the moment
         self.asked = 0
 
     def join(self, name: str, version: str = "0", **changes: Any) -> Member:
@@ -37,7 +38,9 @@ class World:
 
     def beat(self, member: Member, version: str | None = None, **changes: Any) -> None:
         open_ = member.name not in self.shut
-        beat = Beat(0, 0, 0, member.kv_tokens, version or member.version, open_, **changes)
+        since_s = self.gated_since_s.get(member.name)
+        shut_s = self.now_s - since_s if since_s is not None else None
+        beat = Beat(0, 0, 0, member.kv_tokens, version or member.version, open_, shut_s=shut_s, **changes)
         self.books.heard(member, beat, self.now_s)
 
     def wait(self, seconds: float) -> None:
@@ -186,6 +189,83 @@ def test_turns_behind_a_shut_gate_go_on_elsewhere_when_there_is_room() -> None:
     world.says(member, turn.ticket, 6, end="abort")
     [again] = world.turns("b")
     assert again.request.partial.token_ids == (5, 6) and other.tickets == {again.ticket}
+
+
+def test_the_router_is_told_of_a_gate_that_serving_has_shut_for_the_moment() -> None:
+    world = World()
+    member, pool = world.join("a", kind="borrowed"), world.books.pool
+    world.wait(2.0)
+    assert pool.view(member).gated_since_s is None and pool.view(member).opened_s == 0.0
+    world.gated_since_s["a"] = 1.75
+    world.wait(3.0)
+    view = pool.view(member)
+    assert view.is_open and (view.gated_since_s, view.opened_s) == (1.75, 0.0)
+    del world.gated_since_s["a"]
+    world.wait(0.25)
+    view = pool.view(member)
+    assert view.is_open and (view.gated_since_s, view.opened_s) == (None, 5.25)
+
+
+def test_a_gate_that_its_owner_shuts_is_shut_since_then_and_opens_with_his_word() -> None:
+    world = World()
+    member, pool = world.join("a", kind="borrowed"), world.books.pool
+    world.gated_since_s["a"] = 0.5
+    world.wait(1.0)
+    world.shut.add("a")
+    world.wait(3.0)
+    assert not pool.view(member).is_open and pool.view(member).gated_since_s == 0.5
+    world.shut.clear()
+    world.gated_since_s["a"] = 4.0
+    world.wait(1.0)
+    assert pool.view(member).is_open and pool.view(member).gated_since_s == pool.view(member).opened_s == 4.0
+
+
+def moving(world: World, *tokens: int) -> tuple[Member, Turn]:
+    """A turn on `a` that has said so much, a quarter of a second each; its prompt takes three of those."""
+    member = world.join("a", kind="borrowed")
+    world.ask(3000)
+    [turn] = world.turns("a")
+    for token in tokens:
+        world.wait(0.25)
+        world.says(member, turn.ticket, token)
+    world.join("b")
+    return member, turn
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_turn_behind_a_gate_that_opens_soon_is_waited_for_and_nobody_is_to_blame(is_told: bool) -> None:
+    world = World()
+    member, turn = moving(world, 5, 6)
+    if is_told:
+        world.gated_since_s["a"] = world.now_s
+    world.wait(2.0)
+    counts = world.books.scheduler.counts
+    if is_told:
+        assert kinds(world.told["a"]) == ["Turn"] and counts.stalled == 0 and member.trouble == ""
+        world.gated_since_s.clear()
+        world.says(member, turn.ticket, 7, end="stop")
+        assert counts.ended == 1
+    else:
+        assert kinds(world.told["a"]) == ["Turn", "Cancel"] and counts.stalled == 1
+
+
+def test_a_turn_behind_a_gate_that_does_not_open_is_asked_back() -> None:
+    world = World()
+    moving(world, 5, 6)
+    world.gated_since_s["a"] = world.now_s
+    world.wait(20.0)
+    assert kinds(world.told["a"])[:2] == ["Turn", "Evict"] and world.books.scheduler.counts.stalled == 0
+
+
+def test_time_behind_a_gate_makes_nobody_more_patient_with_its_worker() -> None:
+    world = World()
+    member, turn = moving(world, 5, 6)
+    world.gated_since_s["a"] = world.now_s
+    world.wait(2.0)
+    world.says(member, turn.ticket, 7)  # it has opened, and no beat has said so yet
+    world.gated_since_s.clear()
+    world.wait(2.0)
+    assert world.books.scheduler.counts.stalled == 1, "four times as long as between two tokens, not as the gate"
 
 
 def test_a_member_that_does_not_hand_back_has_lost_the_turn() -> None:

@@ -198,15 +198,16 @@ def test_those_who_have_begun_go_first_and_the_longest_before_the_others() -> No
 
 def test_turns_leave_a_gate_that_is_shut_for_far_longer_than_usual_where_another_place_costs_less() -> None:
     router = made("cost", A, LENT)
-    long, short = TurnView("long", None, 60_000, 100), TurnView("short", None, 100, 100)
-    router.placed("1", short, "lent", 50.0)
-    router.placed("2", long, "lent", 50.0)
+    for turn_id, prompt_tokens in (("1", 100), ("2", 60_000), ("3", 15_000)):
+        router.placed(turn_id, TurnView(f"of {turn_id}", None, prompt_tokens, 100), "lent", 50.0)
     for number in range(6):  # who would lose while a long prompt is computed there
         router.placed(f"there {number}", TurnView("", None, 100, 100), "a", 50.0)
     router.put_worker(replace(LENT, gated_since_s=NOW_S))
-    assert router.strays(NOW_S + 14.9) == [], "three times five seconds"
-    assert [stray.turn_id for stray in router.strays(NOW_S + 15.1)] == ["1"]
-    assert [stray.turn_id for stray in router.strays(NOW_S + 60.0)] == ["1", "2"]
+    assert router.strays(NOW_S + 1.9) == []
+    assert [stray.turn_id for stray in router.strays(NOW_S + 2.1)] == ["1"], "a prompt as short costs nobody anything"
+    assert [stray.turn_id for stray in router.strays(NOW_S + 14.9)] == ["1"], "three times five seconds"
+    assert [stray.turn_id for stray in router.strays(NOW_S + 15.1)] == ["1", "3"]
+    assert [stray.turn_id for stray in router.strays(NOW_S + 60.0)] == ["1", "2", "3"]
     router.put_worker(replace(LENT, gated_since_s=NOW_S, is_open=False))
     assert [stray.turn_id for stray in router.strays(NOW_S + 2.1)] == ["1"], "it says itself that it is closed"
     router.remove_worker("a")
@@ -215,7 +216,7 @@ def test_turns_leave_a_gate_that_is_shut_for_far_longer_than_usual_where_another
 
 def test_how_long_a_gate_is_usually_shut_is_learnt_and_one_storm_is_not_the_weather() -> None:
     router, shut = made("cost", A, LENT), replace(LENT, gated_since_s=NOW_S)
-    router.placed("1", TURN, "lent", 50.0)
+    router.placed("1", TurnView("t", "g", 30_000, 100), "lent", 50.0)
     for number in range(30):
         router.put_worker(replace(LENT, gated_since_s=float(number)))
         router.put_worker(replace(LENT, opened_s=number + 1.0))

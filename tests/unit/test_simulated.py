@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
+import msgspec
 import pytest
 
 from rose.clock import VirtualClock, run_virtual
@@ -149,7 +149,9 @@ def test_a_bug_in_the_engine_ends_the_worker() -> None:
 
 def test_sampling_settings_that_need_logits_change_nothing() -> None:
     plain, shaped = ask("plain"), ask("shaped")
-    shaped = dataclasses.replace(shaped, sampling=dataclasses.replace(shaped.sampling, top_p=0.5, top_k=3, min_p=0.1))
+    shaped = msgspec.structs.replace(
+        shaped, sampling=msgspec.structs.replace(shaped.sampling, top_p=0.5, top_k=3, min_p=0.1)
+    )
     engine = SimulatedEngine(PROFILE)
     engine.add(plain)
     engine.add(shaped)

@@ -7,7 +7,7 @@ import pytest
 from rose.core.groups import Drop, GroupAged, GroupRules
 from rose.core.staleness import GroupStream, StalenessRules, Unmet, may_begin, oldest_version, speed_needed
 from rose.core.trajectory import NO_VERSION, Trajectory
-from rose.launch.asynchronous import grown, unmet_words
+from rose.launch.asynchronous import grown
 
 RULES = GroupRules(groups=2, size=2, dynamic_sampling=True, draws_max=8)
 
@@ -92,8 +92,6 @@ def test_a_bound_that_cannot_be_met_is_said_with_the_speed_it_needs():
             stream.drop_stale(version=5)
             said.append(stream.unmet)
     assert said[:2] == [None, None] and said[2] == Unmet(3, 5, 1, 3.0)
-    words = unmet_words(Unmet(3, 5, 1, 3.0), tokens_per_s=100.0)
-    assert "3.0 times as quick (300 tokens/s instead of 100)" in words and "asynchrony.max_staleness=5" in words
 
 
 @pytest.mark.parametrize("versions, bound, expected", [(3, 1, 2.0), (1, 0, 2.0), (5, 2, 2.0), (2, 2, 1.0)])

@@ -15,10 +15,9 @@ from rose.models.folder import load_model_folder
 from rose.models.presets import write_preset
 from rose.train import warmstart
 from rose.train.model import CausalModel, use_threads
+from rose.train.recipes import RECIPES, Recipe, find_recipe
 from rose.train.warmstart import (
-    RECIPES,
     Game,
-    Recipe,
     action_ids,
     expert_games,
     imitate,
@@ -54,7 +53,7 @@ def own_ids(game: Game) -> list[int]:
     return [token for token, is_own in zip(trajectory.token_ids, trajectory.loss_mask) if is_own]
 
 
-@pytest.mark.parametrize("environment", RECIPES)
+@pytest.mark.parametrize("environment", ["frozenlake", "frozenlake-plan"])
 def test_the_best_move_is_told_where_another_was_made(frame, environment):
     moves = action_ids(frame.tokenizer)
     differing = 0
@@ -121,5 +120,7 @@ def test_another_seed_is_another_warm_start_and_the_same_is_the_same(tmp_path, m
 
 
 def test_an_environment_without_a_recipe_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="there are recipes for"):
+    with pytest.raises(ConfigError, match="no recipe for a warm start on frozenlake-8x8") as refused:
         warm_start("frozenlake-8x8", cache=tmp_path)
+    assert "rollout_model=FOLDER" in str(refused.value) and "frozenlake-plan" in str(refused.value)
+    assert find_recipe("frozenlake") is RECIPES["frozenlake"]

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 
 from rose.core.facts import RunningRequest, StepFeatures, WaitingRequest
 from rose.core.passive import FinishedStep, Milestone, MilestoneKind
+from rose.engines.vllm import bell, finding
 from rose.engines.vllm import board as board_module
-from rose.engines.vllm import finding
 from rose.engines.vllm.board import IN_STEP, NO_STEP, STALE_S, STEPS_KEPT, About, BoardReader, BoardWriter, about_me
 from rose.engines.vllm.desk import Control, Status, control_sheet, status_sheet
 from rose.engines.vllm.mapped import SLOTS, MappedFile, Ring, Slots, Torn
@@ -103,12 +104,8 @@ def test_more_than_a_view_holds_is_cut_off(writer: BoardWriter, reader: BoardRea
 def test_who_came_after_the_view_waits(writer: BoardWriter, reader: BoardReader) -> None:
     writer.view(1.0, [], [], 0, NO_STEP)
     assert reader.look().view.is_idle
-    assert reader.glance()
     writer.milestone(MilestoneKind.CAME, 1, 1.5, tokens=20)
-    assert not reader.glance()
-    assert reader.has_news
     assert reader.look().view.waiting == (WaitingRequest(1.5, 20),)
-    assert not reader.has_news
     assert reader.look().view.waiting == (WaitingRequest(1.5, 20),), "until a view counts it"
     writer.view(2.0, [], [2.0, 21, 1.5], 0, NO_STEP)
     seen = reader.look()
@@ -266,6 +263,65 @@ def test_a_reader_beside_a_fast_writer_never_sees_half_a_view(path: Path) -> Non
     assert views > 10
     assert steps + lost > views
     reader.close()
+
+
+# Bells
+
+
+def test_one_bell_rings_at_every_step_and_one_when_nothing_is_left(writer: BoardWriter, reader: BoardReader) -> None:
+    def rung() -> tuple[int, int]:
+        return reader.stepped.number, reader.idle.number
+
+    writer.view(1.0, [], [1.0, 5, 0.5], 0)
+    assert rung() == (0, 0)
+    writer.step((0.5, 1.0, *dataclasses.astuple(SHAPE)))
+    assert rung() == (1, 0)
+    writer.view(2.0, [], [], 0)
+    assert rung() == (1, 1)
+
+
+RING = """
+import sys
+from pathlib import Path
+from rose.engines.vllm.board import BoardWriter, about_me
+writer = BoardWriter(Path(sys.argv[1]), about_me("e", "m", step_tokens=1, sequences=1, kv_blocks=1, block_bytes=1))
+print("shown", flush=True)
+sys.stdin.readline()
+writer.view(1.0, [], [], 0)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("has_call", [pytest.param(True, id="by the kernel"), pytest.param(False, id="by looking")])
+def test_who_waits_is_woken_from_another_process(path: Path, has_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_call:
+        monkeypatch.setattr(bell, "FUTEX", None)
+    process = start(RING, path)
+    reader = BoardReader(path)
+    waited = threading.Thread(target=_wait_for_another, args=(reader.idle, 0), daemon=True)
+    waited.start()
+    assert process.stdin is not None
+    process.stdin.write("now\n")
+    process.stdin.flush()
+    waited.join(60.0)
+    assert not waited.is_alive()
+    assert reader.idle.number == 1
+    process.kill()
+    process.wait()
+
+
+def _wait_for_another(rung: bell.Bell, number: int) -> None:
+    while rung.number == number:
+        rung.wait(number, 50.0)
+
+
+def test_who_waits_at_a_closed_board_does_not_hang(path: Path, writer: BoardWriter) -> None:
+    reader = BoardReader(path)
+    rung = reader.idle
+    reader.close()
+    rung.wait(0, 0.01)
+    with pytest.raises(ValueError):
+        rung.number  # noqa: B018
 
 
 # The mapped file itself

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.test_passive import DECODE, WORK, teach
 from tests.unit.test_vllm_board import WRITE_ONE, about, start
 
-from rose.core.facts import StepFeatures
+from rose.core.facts import RolloutView, StepFeatures
 from rose.core.passive import MilestoneKind
 from rose.engines.vllm.board import BoardWriter
 from rose.engines.vllm.desk import Control, Terms, control_sheet
@@ -21,11 +21,12 @@ class World:
     """A serving engine's board, an agent's desk and the gate between them."""
 
     def __init__(self, folder: Path, mode: str = "idle") -> None:
-        self.now_s = 100.0
+        self.now_s, self.stalled_s = 100.0, 0.0
         self.path = folder / "serving.board"
         self.board = BoardWriter(self.path, about())
         self.agent = control_sheet(folder, create=True)
-        self.gate = Gate(control_sheet(folder), step_tokens=256, sequences=16, now_s=lambda: self.now_s)
+        clocks = {"now_s": lambda: self.now_s, "stalled_s": lambda: self.stalled_s}
+        self.gate = Gate(control_sheet(folder), step_tokens=256, sequences=16, **clocks)  # type: ignore[arg-type]
         self.terms = Terms(str(self.path), mode)  # type: ignore[arg-type]
         self.want()
         self.show()
@@ -39,12 +40,12 @@ class World:
         self.board.view(self.now_s, waiting, running, 0)
 
     def learn(self) -> None:
-        """Both models, by what they would see."""
+        """Both models, by what they would see; serving's steps were long ago and no load now."""
         for number in range(80):
-            prompt = number % 2
+            prompt, began_s = number % 2, self.now_s - 90.0 + number
             shape = StepFeatures(50 + number, 50, 2000, 1) if prompt else DECODE
-            ended_s = self.now_s + 1e-3 + 1e-4 * shape.new_tokens
-            self.board.step((self.now_s, ended_s, *dataclasses.astuple(shape)))
+            ended_s = began_s + 1e-3 + 1e-4 * shape.new_tokens
+            self.board.step((began_s, ended_s, *dataclasses.astuple(shape)))
         self.gate.attend()
         teach(self.gate._rollout)
 
@@ -112,7 +113,7 @@ def test_the_agents_word_closes_it(world: World, changes: dict[str, object], why
     assert not world.is_open()
     assert why in world.gate.last_grant.reason
     world.want()
-    assert world.gate.is_worth_asking()
+    assert world.gate.has_word and world.gate.wait_for_word(60.0)
 
 
 def test_a_dead_agent_is_a_closed_gate(world: World) -> None:
@@ -175,6 +176,19 @@ def test_steps_are_accounted_for_and_rationed(world: World) -> None:
     assert world.is_open()
 
 
+def test_time_in_which_others_had_the_core_is_not_the_steps(world: World) -> None:
+    """A busy machine must not teach that steps are long: whoever is kept from running holds nothing."""
+    before_s = world.gate._rollout.model.upper(DECODE)
+    for _ in range(20):
+        assert world.is_open()
+        world.gate.began(DECODE, world.now_s)
+        world.now_s, world.stalled_s = world.now_s + 0.2018, world.stalled_s + 0.2
+        world.gate.ended()
+        world.want()
+    assert world.gate.lent().breaches == {}
+    assert world.gate._rollout.model.upper(DECODE) < 2 * before_s
+
+
 def test_a_dry_run_adds_up_and_runs_nothing(world: World) -> None:
     world.want(dry_run=True)
     assert not world.is_open()
@@ -202,11 +216,87 @@ def test_the_owner_resumes_after_a_trip(world: World) -> None:
     assert world.is_open()
 
 
-def test_a_glance_says_when_to_ask_again(tmp_path: Path) -> None:
-    world = World(tmp_path)
+@pytest.mark.parametrize(
+    "mode, is_step_news", [pytest.param("idle", False, id="idle"), pytest.param("decode", True, id="decode")]
+)
+def test_who_waits_at_the_gate_hears_of_what_may_open_it(tmp_path: Path, mode: str, is_step_news: bool) -> None:
+    world = World(tmp_path, mode)
     world.learn()
-    world.show(running=(world.now_s, 31, world.now_s))
+
+    def hears(*, is_keen: bool = True) -> bool:
+        return world.gate.wait_for_news(0.001, is_keen=is_keen)
+
+    world.show(waiting=(world.now_s, 31))
     assert not world.is_open()
-    assert not world.gate.is_worth_asking(), "in idle mode busy serving is no news"
+    assert not hears()
+    world.board.step((world.now_s, world.now_s + 0.01, *dataclasses.astuple(DECODE)))
+    assert hears() == is_step_news, "in idle mode busy serving is no news"
     world.show()
-    assert world.gate.is_worth_asking()
+    assert hears() and hears(), "until it is asked"
+    assert not hears(is_keen=False), "nothing waits here, so only what rings now matters"
+    assert world.is_open()
+    assert not hears()
+    world.want(stopped="paused by the owner")
+    world.show()
+    assert not world.is_open()
+    assert not hears(), "a gate that is closed for another reason is not asked again and again"
+
+
+def test_how_long_rollouts_waited_is_told_by_the_reason(world: World) -> None:
+    world.show(running=(world.now_s, 31, world.now_s))
+    for _ in range(3):
+        assert not world.is_open()
+        world.now_s += 1.0
+    world.show()
+    assert world.is_open()
+    world.now_s += 1.0
+    world.show(running=(world.now_s, 31, world.now_s))
+    assert not world.gate.ask(RolloutView()).is_open(world.now_s), "nobody waits"
+    world.now_s += 1.0
+    world.gate.ask(RolloutView())
+    assert world.gate.lent().closed_s == {"serving has work": pytest.approx(3.0)}
+
+
+def test_a_model_by_which_no_step_fits_is_doubted(world: World) -> None:
+    """Nothing runs that could prove it wrong. So one token is tried, and what it takes counts more than what was."""
+    mislead(world)
+    assert "no step fits" in world.gate.ask(WORK).reason
+    assert tokens_after(world, 59.0) == 0
+    assert tokens_after(world, 2.0) == 1
+    run(world, StepFeatures(1, 100, 100, 1))
+    for number in range(80):
+        tokens = world.gate.ask(WORK).tokens
+        run(world, StepFeatures(max(2, tokens), 100, 5000, 1) if number % 2 else StepFeatures(1, 100, 100, 1))
+        world.want()
+    assert world.gate.ask(WORK).reason == "serving has no work"
+    assert world.gate.ask(WORK).tokens == WORK.decoding + WORK.prompt_tokens
+
+
+def test_a_model_that_was_right_is_doubted_ever_less_often(world: World) -> None:
+    mislead(world)
+    assert tokens_after(world, 0.0) == 0
+    for patience_s in (60.0, 120.0, 240.0):
+        assert tokens_after(world, patience_s - 1.0) == 0
+        assert tokens_after(world, 2.0) == 1
+        run(world, StepFeatures(1, 100, 100, 1), seconds=2.0)
+        assert tokens_after(world, 0.0) == 0
+
+
+def mislead(world: World) -> None:
+    """Steps were tried on a machine that was busy with something else."""
+    learner = world.gate._rollout
+    learner.forget()
+    for number in range(80):
+        learner.observe(StepFeatures(50 + number, 50, 2000, 1) if number % 2 else DECODE, 2.0)
+
+
+def tokens_after(world: World, seconds: float) -> int:
+    world.now_s += seconds
+    world.want()
+    return world.gate.ask(WORK).tokens
+
+
+def run(world: World, shape: StepFeatures, seconds: float = 1e-3) -> None:
+    world.gate.began(shape, world.now_s)
+    world.now_s += seconds + 1e-5 * shape.new_tokens
+    world.gate.ended()

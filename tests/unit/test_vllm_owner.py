@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from rose.coserve import messages
+from rose.coserve.guest import UNWANTED
+from rose.coserve.owner import PAUSED
 from rose.engines.vllm.desk import Lent, Status
 from rose.engines.vllm.starting import RolloutEngine
 from rose.engines.vllm.worker import engine_facts
-from rose.rollout.vllm_agent import VllmLending
+from rose.rollout import vllm_agent
+from rose.rollout.vllm_agent import VllmLending, VllmSeat
 from rose.rollout.vllm_owner import VllmOwner
 from rose.weights.metrics import ReceiveMetrics
 
@@ -35,7 +41,8 @@ def seat(status: Status | None) -> Any:
     lending = VllmLending(RolloutEngine(Path("models/rollout")), "http://127.0.0.1:1")
     return SimpleNamespace(
         lending=lending, status=status, facts=engine_facts(status or Status(0)), trouble=None, stopped="", wishes={},
-        restarts=6, gave_up=asyncio.get_running_loop().create_future(),
+        restarts=6, shut_s=None, is_wanted=True, memory_share=1.0, activation_s=None, parking_s=None,
+        gave_up=asyncio.get_running_loop().create_future(),
     )  # fmt: skip
 
 
@@ -83,3 +90,92 @@ def test_a_closed_gate_is_seen_with_and_without_an_engine(status: Status | None,
     found = scraped(status)
     assert found["rose_gate_open"] == is_open
     assert ("rose_rollout_tokens_total" in found) == (status is not None), "nothing is made up without an engine"
+
+
+@pytest.mark.parametrize(
+    "shown, shut_s",
+    [
+        pytest.param([{"steps": 1}, {"steps": 2}, {"steps": 3}], None, id="it steps"),
+        pytest.param([{"steps": 1}, {}, {}], 1.0, id="turns wait, and no step is made"),
+        pytest.param([{"steps": 1}, {}, {"steps": 2}], None, id="open again"),
+        pytest.param([{"steps": 1}, {}, {"gate_open": True, "until_s": 9.0}], None, id="open, and about to step"),
+        pytest.param([{"steps": 1}, {}, {"gate_open": True, "until_s": 1.5}], 1.0, id="open until a while ago"),
+        pytest.param([{"steps": 1}, {}, {"running": 0}], None, id="nobody waits"),
+        pytest.param([{"steps": 1}, {}, {"lent": Lent(resting="three deadlines lost")}], None, id="lending rests"),
+        pytest.param([{"steps": 1}, {}, None], None, id="it has died"),
+    ],
+)
+def test_a_seat_knows_for_how_long_serving_has_shut_its_gate(
+    shown: list[dict[str, Any] | None], shut_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at once a second."""
+
+    async def look() -> float | None:
+        monkeypatch.setattr(vllm_agent, "own_folder", lambda: tmp_path)
+        seat = VllmSeat(VllmLending(RolloutEngine(Path("models/rollout")), "http://127.0.0.1:1"))
+        status, found = Status(7, running=1), None
+        for now_s, changes in enumerate(shown):
+            status = msgspec.structs.replace(status, **(changes or {}))
+            seat._worker = None if changes is None else SimpleNamespace(status=lambda status=status: status)
+            seat._look_at_gate(float(now_s))
+            found = seat.shut_s
+        os.close(seat._lock)
+        return found
+
+    assert asyncio.run(look()) == shut_s
+
+
+class Engine:
+    """What a seat has in place of a worker: it does at once whatever is wanted of it."""
+
+    def __init__(self) -> None:
+        self.control: dict[str, Any] = {}
+
+    async def want(self, **changes: Any) -> None:
+        self.control |= changes
+
+    def status(self) -> Status:
+        return msgspec.structs.replace(STATUS, kv_blocks_limit=8 if self.control.get("kv_bytes") is None else 0)
+
+
+def test_a_seat_is_parked_and_called_back_as_the_gateway_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(vllm_agent, "own_folder", lambda: tmp_path)
+        seat = VllmSeat(VllmLending(RolloutEngine(Path("models/rollout")), "http://127.0.0.1:1"))
+        seat._board, engine, heard = tmp_path / "board", Engine(), list[object]()
+        seat._worker, seat.on_lending = engine, lambda: heard.append(seat.lending_status)  # type: ignore[assignment]
+        await seat.want()
+        assert place(seat) == ("lending", "resident", True)
+        await seat.ask(messages.Want(False))
+        assert place(seat) == ("parked", "parked", False)
+        assert (engine.control["tokens"], engine.control["kv_bytes"], engine.control["stopped"]) == (0, 0, UNWANTED)
+        await seat.want(kv_bytes=4000)  # a limit of the owner's does not call it back
+        assert engine.control["kv_bytes"] == 0
+        await seat.want(kv_bytes=None)
+        await seat.ask(messages.Want(True))
+        assert place(seat) == ("lending", "resident", True)
+        status = seat.lending_status
+        assert status is not None and status.activation_s is not None and status.parking_s is not None
+        assert len(heard) == 2, "the gateway hears of both at once"
+        seat.stopped = PAUSED
+        await seat.ask(messages.Want(False))
+        assert place(seat) == ("paused", "parked", False), "the owner's word goes before"
+        os.close(seat._lock)
+
+    asyncio.run(story())
+
+
+def place(seat: VllmSeat) -> tuple[str, str, bool]:
+    status = seat.lending_status
+    assert status is not None
+    return status.state, status.model, seat.trouble is None
+
+
+def test_a_dedicated_worker_is_not_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(vllm_agent, "own_folder", lambda: tmp_path)
+        seat = VllmSeat(VllmLending(RolloutEngine(Path("models/rollout"))))
+        assert seat.lending_status is None
+        os.close(seat._lock)
+
+    asyncio.run(story())

@@ -262,6 +262,26 @@ def test_a_turn_is_evicted_with_everything_so_far_and_memory_goes_back(pair: Pai
     pair.tell(story)
 
 
+def test_a_parked_engine_has_no_memory_and_comes_back_as_it_was(pair: Pair) -> None:
+    async def story(pair: Pair) -> None:
+        whole = await pair.rollout(pair.request(max_tokens=200))
+        turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=200)))
+        await pair.until_made(5)
+        await pair.seat.ask(messages.Want(False))
+        assert (await turn)[3] == "abort"
+        parked = pair.seat.lending_status
+        assert parked is not None and (parked.state, parked.model, parked.rollout_pages_max) == ("parked", "parked", 0)
+        with pytest.raises(Unavailable):
+            await pair.rollout(pair.request())
+        await pair.seat.ask(messages.Want(True))
+        back = pair.seat.lending_status
+        assert back is not None and (back.state, back.model) == ("lending", "resident")
+        assert back.activation_s is not None and back.parking_s is not None
+        assert (await pair.rollout(pair.request(max_tokens=200)))[0] == whole[0]
+
+    pair.tell(story)
+
+
 def test_the_owner_is_obeyed(pair: Pair) -> None:
     async def story(pair: Pair) -> None:
         seat, runner = pair.seat, web.AppRunner(VllmOwner(pair.seat, TOKEN).application())

@@ -7,13 +7,13 @@ the stories take for granted of random numbers does not hold: a turn that goes o
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.contract import test_worker as contract
 from tests.contract.kinds import CONTEXT_TOKENS, Output, ask
@@ -122,7 +122,7 @@ def test_a_kv_budget_evicts_what_no_longer_fits(kind: VllmWorkers) -> None:
         assert (await contract.read(events, output)).finish_reason == "abort"
         await worker.kv_budget(1 << 30)
         await contract.open_gate(worker, clock)
-        later = await contract.whole(worker, dataclasses.replace(first, partial=output.partial()))
+        later = await contract.whole(worker, msgspec.structs.replace(first, partial=output.partial()))
         assert output.then(later).same_as(await contract.whole(worker, first))
         assert (await contract.whole(worker, second)).finish_reason == "length"
 

@@ -30,9 +30,13 @@ FIGURES = {
     "serving_attainment_alone": "serving in budget, nothing lent",
     "serving_ttft_p99_ms": "serving TTFT P99, ms",
     "serving_tpot_p99_ms": "serving TPOT P99, ms",
-    "cost_per_correct": "USD per 1,000 correct answers",
+    "cost_per_correct": "USD per million correct answers",
     "cost_per_correct_fixed": "the same, without borrowing",
     "weight_sync_s": "seconds until workers run new weights",
+    "pause_s": "seconds that turns stand still for them",
+    "staleness_max": "versions that the oldest token was behind",
+    "borrow_cycles": "devices borrowed and given back",
+    "allocation_overhead_share": "time lost by that",
     "control_cpu_ms_per_turn": "control plane, ms per turn",
     "restarts": "restarts",
     "resumes": "resumes",
@@ -40,11 +44,12 @@ FIGURES = {
     "doubled": "counted twice",
 }
 SHARES = ("success_before", "success_after", "rollout_share", "borrowed_share", "serving_attainment",
-          "serving_attainment_alone")  # fmt: skip
+          "serving_attainment_alone", "allocation_overhead_share")  # fmt: skip
+FINE_SHARES = ("serving_attainment", "serving_attainment_alone", "allocation_overhead_share")
 MONEY = ("cost_per_correct", "cost_per_correct_fixed")
 NAMES = ("name", "runs")
 """Settings in which runs differ always, and mean nothing by it."""
-HEAD = ("run", "began", "environment", "steps", "success", "borrowed", "serving", "$/1,000 right", "fixed", "state")
+HEAD = ("run", "began", "environment", "steps", "success", "borrowed", "serving", "$/million right", "fixed", "state")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +94,7 @@ def _show(arguments: argparse.Namespace) -> int:
     if found.summary is not None:
         figures = figures_of(found)
         _print_table([(words, _value(key, figures[key])) for key, words in FIGURES.items()], right=())
+    _tell_notes(found)
     _tell_trouble([found])
     if found.report is not None:
         print(f"\nreport: {found.report}")
@@ -157,9 +163,9 @@ def _value(key: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "-" if value is None else str(value)[:20]
     if key in SHARES:
-        return f"{value:.1%}" if not key.startswith("serving") else f"{value:.2%}"
+        return f"{value:.2%}" if key in FINE_SHARES else f"{value:.1%}"
     if key in MONEY:
-        return f"{1000 * value:.3g}"
+        return f"{1e6 * value:,.0f}" if value >= 1e-4 else f"{1e6 * value:.3g}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
@@ -181,6 +187,12 @@ def _tell_trouble(runs: Sequence[PastRun]) -> None:
     told = [f"  {run.name}: {run.trouble}" for run in runs if run.trouble]
     if told:
         print("\nnot all is well:\n" + "\n".join(told))
+
+
+def _tell_notes(run: PastRun) -> None:
+    notes = (run.summary or {}).get("notes")
+    if isinstance(notes, list) and notes:
+        print("\nto know about it:\n" + "\n".join(f"  {note}" for note in notes))
 
 
 def _when(began_s: float) -> str:

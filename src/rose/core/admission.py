@@ -4,8 +4,7 @@
 `decode`  also between decode steps: up to a share of every running request's budget for its next token, and to all of
           it should a typical prompt come and share serving's next step. Never while a prompt waits; never if a typical
           request that came now would then miss its share of the TTFT budget; not while more than half the seats are
-          taken; and for some seconds after a queue took a quarter of what a typical prompt leaves of the TTFT budget,
-          only as `idle`.
+          taken; and for a second after serving had work for most of its time (`core/demand.py`), only as `idle`.
 `paper`   while every known request and the next typical one keep any slack at all; whole steps or none.
 `alternate`, `fcfs`  no admission, to compare with: a step each in turn; the side whose oldest request came first.
 
@@ -25,6 +24,7 @@ from typing import Literal
 
 from rose.core.breaker import Breaker
 from rose.core.decisions import Grant
+from rose.core.demand import Demand
 from rose.core.facts import RolloutView, ServingView, StepFeatures
 from rose.core.latency import LatencyModel
 from rose.core.slo import (
@@ -60,9 +60,10 @@ class LendingLimits:
     efficiency_min: float = 0.8
     # Requests whose tokens come later live longer and pile up; half the seats stay free for those who come in a burst.
     running_share: float = 0.5
-    # By simulation of minutes at 90 to 100 % of capacity: at 0.5 lending costs half a point more, at 0.25 nothing.
-    latch_share: float = 0.25
-    latch_s: float = 3.0
+    # By simulation: from 80 to 110 % of capacity it costs what `idle` does, and at 20 and 50 it is seldom closed. With
+    # 0.8, or over twice the time, lending costs up to 3 points more in such minutes.
+    latch_share: float = 0.7
+    latch_s: float = 1.0
     switch_s: float = 0.0003
 
     def __post_init__(self) -> None:
@@ -103,7 +104,8 @@ class _Step:
 
 
 class Admission:
-    """Tell it of every prompt that comes (`prompts.observe`); ask `decide` before every step; obey."""
+    """Tell it of every prompt that comes (`prompts.observe`) and of every step of serving's (`demand.served`); ask
+    `decide` before every step; obey."""
 
     def __init__(
         self,
@@ -123,11 +125,14 @@ class Admission:
         self.limits = limits or LendingLimits()
         self.breaker = breaker
         self.prompts = PromptLengths()
+        self.demand = Demand(serving, self.limits.serving_sequences, budgets.ttft_s)
         self._latched_until_s = -math.inf
         self._is_rollouts_turn = False
         self._stuck_since_s: float | None = None  # serving has had no work since, and no step fitted
+        self.is_stuck = False  # by the last decision: serving has no work, and no step fits
 
     def decide(self, view: ServingView, rollout: RolloutView, now_s: float) -> Grant:
+        self.is_stuck = False
         if not (self.serving.is_calibrated and self.rollout.is_calibrated):
             return _closed(now_s, "step times are not profiled yet")
         stopped = self.breaker.why_stopped(now_s) if self.breaker is not None else None
@@ -165,15 +170,14 @@ class Admission:
     # The rules
 
     def _latch(self, outlook: Outlook, now_s: float) -> None:
-        """Overload is a queue, not a long prompt: what waits is held against what a typical request's own leaves."""
-        typical_tokens = self.prompts.typical_tokens
-        own_s = outlook.prefill_s(typical_tokens)
-        queue_s = outlook.next_ttft_s(typical_tokens) - own_s
-        if queue_s > self.limits.latch_share * max(0.0, self.budgets.ttft_s - own_s):
+        """Overload is more work than time, not a long prompt or a busy device."""
+        waiting_s = outlook.prefill_s(outlook.waiting_tokens)
+        if self.demand.level_s(waiting_s, now_s) > self.limits.latch_share * self.demand.window_s:
             self._latched_until_s = now_s + self.limits.latch_s
 
     def _while_idle(self, full: _Step, now_s: float) -> Grant:
         grant = self._grant(full, self.block_s - self.limits.switch_s, now_s, "serving has no work", is_idle=True)
+        self.is_stuck = not grant.tokens
         if grant.tokens:
             self._stuck_since_s = None
         elif self._stuck_since_s is None:

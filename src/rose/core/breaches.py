@@ -97,8 +97,17 @@ class Ledger:
         lent_s, taken_s = (self.total_lent_s - account.mark_s) / gaps, (now_s - account.first_token_s) / gaps
         return self._judge("tpot", self.budgets.tpot_s, taken_s, lent_s, now_s, request_id)
 
+    def left(self, request_id: str, tokens: int, now_s: float) -> Breach | None:
+        """Its client gave up with so many tokens made: as if the next one had come now, for earlier it did not."""
+        account = self._accounts.get(request_id)
+        if account is None or account.first_token_s is not None:
+            return self.finished(request_id, tokens + 1, now_s)
+        breach = self.first_token(request_id, now_s)
+        self.gone(request_id)
+        return breach
+
     def gone(self, request_id: str) -> None:
-        """Cancelled or failed: nobody waits for it any more."""
+        """Nobody waits for it any more, and nothing is to be learnt from it."""
         self._forget(request_id)
 
     def _forget(self, request_id: str) -> _Account | None:

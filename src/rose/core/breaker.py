@@ -4,8 +4,9 @@ It counts by the second, over the last minute: lent steps and those longer than 
 that serving alone would have met, and requests that kept their budgets. One step in a hundred may be late by design, so
 late steps count as a share; a deadline lost to lending counts one by one. It resumes after a cool-down, which doubles
 while it keeps tripping, or when the owner says so. Late steps alone have harmed nobody yet, and the estimates have
-learnt from them: a machine that changed its pace needs seconds, one that lost deadlines a minute. The owner's pause
-ends only by the owner.
+learnt from them: a machine that changed its pace needs seconds, one that lost deadlines a minute. Each of the two has a
+cool-down of its own: a machine whose steps were late for an hour does not rest the longer for a deadline lost then. The
+owner's pause ends only by the owner.
 """
 
 from __future__ import annotations
@@ -31,6 +32,21 @@ class BreakerLimits:
 
 
 @dataclass(slots=True)
+class _Rest:
+    """How long lending rests for one cause; twice as long again unless a minute has passed since the last rest."""
+
+    first_s: float
+    factor: int = 1
+    until_s: float = 0.0
+
+    def begin(self, now_s: float) -> None:
+        if now_s >= self.until_s + WINDOW_S:
+            self.factor = 1
+        self.until_s = now_s + self.first_s * self.factor
+        self.factor = min(COOL_DOWN_FACTOR_MAX, 2 * self.factor)
+
+
+@dataclass(slots=True)
 class _Second:
     second: int
     lent: int = 0
@@ -51,7 +67,7 @@ class Breaker:
         self._paused: str | None = None
         self._tripped: str | None = None
         self._until_s = 0.0
-        self._factor = 1
+        self._lost, self._late = _Rest(self.limits.cool_down_s), _Rest(self.limits.late_cool_down_s)
 
     # What happened
 
@@ -70,7 +86,7 @@ class Breaker:
     def resume(self) -> None:
         """By the owner: at once, with a clean slate."""
         self._paused = self._tripped = None
-        self._factor = 1
+        self._lost.factor = self._late.factor = 1
         self._forget()
 
     # Whether to lend
@@ -85,26 +101,23 @@ class Breaker:
             crossed = self._crossed()
             if crossed is not None:
                 self._trip(*crossed, now_s)
-            elif self._seconds and now_s >= self._until_s + WINDOW_S:
-                self._factor = 1
         return self._paused or self._tripped
 
-    def _trip(self, reason: str, cool_down_s: float, now_s: float) -> None:
+    def _trip(self, reason: str, rest: _Rest, now_s: float) -> None:
         self.trips += 1
         self._tripped = f"circuit breaker: {reason}"
-        self._until_s = now_s + cool_down_s * self._factor
-        self._factor = min(COOL_DOWN_FACTOR_MAX, 2 * self._factor)
+        rest.begin(now_s)
+        self._until_s = rest.until_s
 
-    def _crossed(self) -> tuple[str, float] | None:
-        """Which limit, in words, and how long lending rests for it at first."""
+    def _crossed(self) -> tuple[str, _Rest] | None:
+        """Which limit, in words, and the rest that is due for it."""
         total, limits = self._total, self.limits
         if total.lost > limits.deadlines_lost_max:
-            return f"{total.lost} deadlines lost to lending in a minute", limits.cool_down_s
+            return f"{total.lost} deadlines lost to lending in a minute", self._lost
         if total.requests >= limits.requests_min and total.attained < limits.attainment_min * total.requests:
-            return f"{total.attained} of {total.requests} requests kept their budgets in a minute", limits.cool_down_s
+            return f"{total.attained} of {total.requests} requests kept their budgets in a minute", self._lost
         if total.late >= limits.late_steps_min and total.late > limits.late_share_max * total.lent:
-            late = f"{total.late} of {total.lent} lent steps longer than their estimate in a minute"
-            return late, limits.late_cool_down_s
+            return f"{total.late} of {total.lent} lent steps longer than their estimate in a minute", self._late
         return None
 
     # Counting

@@ -273,6 +273,10 @@ class LatencyModel:
         self.drift_log, self._echo_log = self.drift_log / 2, 0.0
         self._drift = math.exp(self.drift_log)
 
+    def forget(self) -> None:
+        """All of it: not calibrated, as at first."""
+        vars(self).update(vars(LatencyModel()))
+
     def _region(self, features: StepFeatures) -> _Region:
         key = _region_of(features)
         region = self._regions.get(key)

@@ -7,7 +7,9 @@ beside an engine that only prefills or only decodes.
 
 What the rollout engine's own steps cost is learnt by running them, since there is no profile to begin with: while
 serving has no work, in steps that begin small and double as long as the last one took less than half of what serving
-may find the device taken for. Then `Admission` decides, as everywhere else.
+may find the device taken for. Then `Admission` decides, as everywhere else. Steps that were tried while the machine was
+busy with something else may have taught that none fits; then nothing runs that could prove it wrong, so after a while
+one token is tried all the same, and what was learnt is forgotten if that was quick.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ REFITS_MAX = 2048  # after so many steps the model says itself when it is due
 LENT_KEPT = 64  # lent steps, to know which serving steps they ran beside
 TRIAL_TOKENS = 8  # of the first step that is tried
 TRIAL_START_S = 0.05  # a trial that has not begun by then is asked for again
+DOUBT_S, DOUBT_S_MAX = 60.0, 3840.0  # for which no step must have fitted before one is tried, and after failures
 
 
 NOTHING = StepFeatures()
@@ -105,6 +108,13 @@ class StepLearner:
         kinds = f"{self.prompts} with prompts and {self.decodes} that only decode"
         return f"{self.seen} steps seen, {kinds}; {self._steps_min} with {KIND_MIN} of each are enough"
 
+    def forget(self) -> None:
+        """Everything: what was seen is not what is now."""
+        self.model.forget()
+        self.prompts = self.decodes = 0
+        self._samples.clear()
+        self._refit_at = 2 * self._steps_min
+
     def refit_if_due(self) -> None:
         """When nobody waits: it takes milliseconds. Often at first, when the few steps seen so far had much to say."""
         if self.seen >= self._refit_at and self._refit_at <= REFITS_MAX and self.model.is_calibrated:
@@ -134,6 +144,34 @@ class Trials:
         return Grant(self.tokens, self.tokens, until_s, "learning how long rollout steps take", self._block_s)
 
 
+class Doubt:
+    """Of a model by which no step fits. A failed try costs a user one such step at most, and the next comes later."""
+
+    def __init__(self, block_s: float) -> None:
+        self.is_trying = False
+        self._block_s, self._patience_s = block_s, DOUBT_S
+        self._since_s: float | None = None
+
+    def settle(self) -> None:
+        """Steps fit."""
+        self.is_trying, self._since_s = False, None
+
+    def grant(self, now_s: float) -> Grant | None:
+        """No step fits, again: one token, or None while it is too early to try."""
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s - self._since_s < self._patience_s:
+            return None
+        self.is_trying = True
+        return Grant(1, 1, now_s + TRIAL_START_S, "no step should fit, and one is tried to see", self._block_s)
+
+    def judge(self, seconds: float) -> bool:
+        """How long the try took; True if the model is wrong."""
+        self.is_trying, self._since_s = False, None
+        is_quick = seconds <= self._block_s
+        self._patience_s = DOUBT_S if is_quick else min(DOUBT_S_MAX, 2 * self._patience_s)
+        return is_quick
+
+
 @dataclass(slots=True)
 class _Open:
     arrival_s: float
@@ -155,7 +193,7 @@ class PassiveLending:
         self.serving = serving or StepLearner(admission.serving)
         self.rollout = rollout or StepLearner(admission.rollout)
         assert (self.serving.model, self.rollout.model) == (admission.serving, admission.rollout)
-        self.trials = Trials(admission.limits.rollout_step_tokens, admission.block_s)
+        self.trials, self.doubt = self._new_trials(), Doubt(admission.block_s)
         self.ledger = Ledger(admission.budgets)
         self.lent_steps = self.lent_tokens = 0
         self.requests = self.attained = 0
@@ -163,12 +201,16 @@ class PassiveLending:
         self._lent: deque[tuple[float, float]] = deque(maxlen=LENT_KEPT)
         self._served: deque[tuple[float, float]] = deque(maxlen=LENT_KEPT)
 
+    def _new_trials(self) -> Trials:
+        return Trials(self.admission.limits.rollout_step_tokens, self.admission.block_s)
+
     # What was seen
 
     def steps_seen(self, steps: Iterable[FinishedStep], lending_since_s: float = math.inf) -> None:
         """`lending_since_s`: when the lent step that is not told of yet began."""
         for step in steps:
             self._served.append((step.began_s, step.ended_s))
+            self.admission.demand.served(step.features, step.seconds, step.ended_s)
             if step.ended_s <= lending_since_s and not _overlap_s(self._lent, step.began_s, step.ended_s):
                 self.serving.observe(step.features, step.seconds)
 
@@ -220,23 +262,30 @@ class PassiveLending:
 
     # What was lent
 
-    def lent(self, step: FinishedStep, upper_s: float, serving_since_s: float = math.inf) -> Breach | None:
+    def lent(
+        self, step: FinishedStep, upper_s: float, serving_since_s: float = math.inf, stalled_s: float = 0.0
+    ) -> Breach | None:
         """A rollout step that ran. Time that serving's own steps took beside it is not the step's.
 
-        `serving_since_s`: when the serving step that has not ended yet began.
+        `serving_since_s`: when the serving step that has not ended yet began. `stalled_s`: for how long the step was
+        kept from running by others, serving among them; in that time it held nothing that anybody could wait for.
         """
         beside_s = _overlap_s(self._served, step.began_s, step.ended_s)
         beside_s += max(0.0, step.ended_s - max(step.began_s, serving_since_s))
-        own_s = step.seconds - beside_s
+        others_s = min(step.seconds, max(beside_s, stalled_s))
+        own_s = step.seconds - others_s
         is_trial = not self.rollout.model.is_calibrated
         if not beside_s:
             self.rollout.observe(step.features, own_s)
         if is_trial:
             self.trials.observe(own_s)
+        elif self.doubt.is_trying and self.doubt.judge(own_s):
+            self.rollout.forget()
+            self.trials = self._new_trials()
         self._lent.append((step.began_s, step.ended_s))
         self.lent_steps += 1
         self.lent_tokens += step.features.new_tokens
-        breach = self.ledger.lent(step.began_s, step.ended_s, upper_s + beside_s)
+        breach = self.ledger.lent(step.began_s, step.ended_s, upper_s + others_s)
         if self.admission.breaker is not None:
             self.admission.breaker.lent(step.ended_s, is_late=breach is not None)
         return breach
@@ -250,7 +299,12 @@ class PassiveLending:
             breaker = self.admission.breaker
             stopped = breaker.why_stopped(now_s) if breaker is not None else None
             return Grant(0, 0, now_s, stopped) if stopped else self.trials.grant(view, now_s)
-        return self.admission.decide(view, rollouts, now_s)
+        grant = self.admission.decide(view, rollouts, now_s)
+        if self.admission.is_stuck:
+            return self.doubt.grant(now_s) or grant
+        if grant.tokens:
+            self.doubt.settle()
+        return grant
 
     def refit_if_due(self) -> None:
         self.serving.refit_if_due()

@@ -24,15 +24,18 @@ those who have begun, then new ones, and among equals the longest.
 
 Whatever the rule: a worker that said no is left alone for the time it asked for, one whose gate has been shut for
 `gate_patience_s` gets no more turns, and `strays` names the turns that should leave it. By `cost` a trajectory still
-goes back to its prefix behind a gate, and leaves only a gate that is shut for far longer than usual: most open again
-sooner than a prompt is computed anew, and computing it takes others' time. Facts in, decisions out:
-`choose` changes nothing, and the caller says what it did with `placed` and `ended`.
+goes back to its prefix behind a gate, and leaves only a gate that is shut for far longer than usual, or than its prompt
+takes elsewhere: most open again sooner than a long prompt is computed anew, and computing it takes others' time. Facts
+in, decisions out: `choose` changes nothing, and the caller says what it did with `placed` and `ended`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from rose.core.lengths import Answers, Lengths
 from rose.core.routers.fleet import Fleet, History
@@ -178,22 +181,39 @@ class Router:
 
         By `cost` one leaves if another place costs less than to wait as long again as it has; and if the worker still
         calls itself open, only once its gate has been shut for so much longer than it usually is that it will hardly
-        open soon. By the other rules it leaves if there is another place at all.
+        open soon, or for so much longer than its prompt takes of everybody's time elsewhere that this is no matter. By
+        the other rules it leaves if there is another place at all.
         """
         found: list[Stray] = []
         fleet = self._fleet
+        redo_s = self._redo_s(now_s)  # per token
+        if math.isinf(redo_s):
+            return found
         for row in (now_s - fleet.gated_since_s > self.gate_patience_s).nonzero()[0]:
             name, shut_s = fleet.names[row], now_s - float(fleet.gated_since_s[row])
-            is_open = fleet.closed_until_s[row] <= now_s
-            if self.kind == "cost" and is_open and shut_s < SHUT_LONG * fleet.shut_s[row]:
-                continue
+            is_patient = self.kind == "cost" and fleet.closed_until_s[row] <= now_s
+            usual_s = float(fleet.shut_s[row]) if is_patient else 0.0
             for turn_id in self._turns_on[name]:
                 placed = self._turns[turn_id]
                 if len(found) >= limit:
                     return found
-                if now_s - placed.since_s >= self.gate_patience_s and self._would_leave(placed.turn, int(row), now_s):
+                if now_s - placed.since_s < self.gate_patience_s:
+                    continue
+                if shut_s >= SHUT_LONG * min(usual_s, redo_s * placed.turn.prompt_tokens) and self._would_leave(
+                    placed.turn, int(row), now_s
+                ):
                     found.append(Stray(turn_id, name, f"the gate of `{name}` is shut for {shut_s:.1f} s"))
         return found
+
+    def _redo_s(self, now_s: float) -> float:
+        """What a token of a prompt costs at least, elsewhere: its own time and that of those who decode beside it.
+
+        Infinite if nobody takes turns.
+        """
+        fleet = self._fleet
+        able = fleet.able(now_s, self.gate_patience_s)
+        costs = fleet.prefill_s * (1.0 + self.settings.interference * fleet.urgency)
+        return float(np.where(able, costs, math.inf).min(initial=math.inf))
 
     def _would_leave(self, turn: TurnView, row: int, now_s: float) -> bool:
         """Once it has left, its prefix is nowhere."""

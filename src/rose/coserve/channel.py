@@ -170,7 +170,9 @@ class Channel(asyncio.Protocol):
 
     def _deliver(self, event: TokenEvent) -> None:
         mailbox = self._mailboxes.get(event.request_id)
-        if mailbox is None or (mailbox.ends_only and event.finish_reason is None):  # None: cancelled while the step ran
+        if mailbox is None:  # cancelled while the step ran
+            return
+        if mailbox.on_error is not None and event.finish_reason is None:
             return
         mailbox.put(event)
         if event.finish_reason is not None:

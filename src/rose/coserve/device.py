@@ -13,6 +13,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ from rose.config.device import cores_of
 from rose.errors import ConfigError
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+READING_NICENESS = 10  # as trainers; more, and whoever else is on the core could keep it from giving Python's lock back
 # What this process was started with; later it may keep off a device's cores, and still start an engine on them.
 USABLE = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()
 
@@ -55,6 +57,12 @@ def pin(cores: tuple[int, ...]) -> None:
         os.sched_setaffinity(0, cores)
     except OSError as error:
         raise ConfigError(f"the engine cannot be pinned to {_cores(list(cores))}: {error.strerror}") from error
+
+
+def stand_back() -> None:
+    """This thread alone gets a tenth of what others on its cores get: they serve, and it only reads weights."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, max(READING_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 @contextmanager

@@ -5,9 +5,11 @@
 *absent*    nothing. Back after its weights were read again, by a thread, while serving goes on.
 
 Whom it works for may park it while there is no work, and call it back; what the owner holds back stays so whatever they
-say. Leaving is quick, between two steps: every request is ended with "abort" and keeps its tokens, every page goes to
-serving. An exception on the guest's side makes it leave for good, with the reason kept for the owner. On a CPU the
-host's memory is the device's, so parking frees KV memory only; on a GPU the weights would move to the host.
+say: new weights for a model that is absent are noted and not kept, and one that is told to leave while its weights are
+read goes where it was told once they are there. Leaving is quick, between two steps: every request is ended with
+"abort" and keeps its tokens, every page goes to serving. An exception on the guest's side makes it leave for good, with
+the reason kept for the owner. On a CPU the host's memory is the device's, so parking frees KV memory only; on a GPU
+the weights would move to the host.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from rose.coserve import messages
+from rose.coserve.device import stand_back
 from rose.coserve.lending import Lender, ScheduledEngine
 from rose.coserve.link import EngineLink
 from rose.coserve.port import Port
@@ -27,6 +30,7 @@ from rose.errors import RequestRefused
 
 Place = Literal["resident", "parked", "absent"]
 UNWANTED = "parked: there is no work for it"
+LOADING = "the rollout model is being loaded"
 
 
 class GuestEngine(ScheduledEngine, Protocol):
@@ -66,7 +70,8 @@ class Guest:
         self._source = messages.Stage(engine.facts().version, folder)
         self._budget, self._now_s, self._wake = budget, now_s, wake
         self._loading: threading.Thread | None = None
-        self._loaded: tuple[Any, BaseException | None] | None = None
+        self._loaded: tuple[messages.Stage, Any, BaseException | None] | None = None
+        self._called_off: Literal["parked", "absent"] | None = None  # told to leave before it was here
         self._called_s = 0.0
         self._take_memory()
 
@@ -103,7 +108,6 @@ class Guest:
     def detach(self) -> None:
         """The rollout front is gone, and nobody waits for its requests any more. The model stays."""
         assert self.port is not None
-        self._keep_source()
         self.port.link.close()
         self.port = None
         if self.is_here:
@@ -123,12 +127,13 @@ class Guest:
 
     def leave(self, place: Literal["parked", "absent"], why: str) -> None:
         """Out now: requests, pages and, if it is to be absent, weights."""
-        if self.is_coming:
-            raise RequestRefused("the rollout model is being loaded", hint="wait until it is here")
         begin_s = self._now_s()
         self.close(why)
+        if self.is_coming:
+            self._called_off = "absent" if self._called_off == "absent" else place
+            self.tell()
+            return
         if self.is_here:
-            self._keep_source()
             self.evicted(self._end_requests())
             if self.memory is not None:
                 self.memory.remove_rollouts()
@@ -144,15 +149,16 @@ class Guest:
         if self.failure:
             raise RequestRefused(self.failure, hint="restart the device to lend it again")
         if self.is_coming:
+            self._called_off = None
+            self.close(LOADING)
             return
         if not self.is_wanted:
             self._stay_away()
             return
         self._called_s = self._now_s()
         if self.place == "absent":
-            self.close("the rollout model is being loaded")
-            self._loading = threading.Thread(target=self._load, name="activate", daemon=True)
-            self._loading.start()
+            self.close(LOADING)
+            self._read_weights()
         else:
             self._settle_in()
 
@@ -160,17 +166,21 @@ class Guest:
         """When the loop comes by: take the weights that were read, or say why they could not be."""
         if self._loaded is None or self._loading is None:
             return
-        (staged, error), self._loaded = self._loaded, None
+        (source, staged, error), self._loaded = self._loaded, None
         self._loading.join()
         self._loading = None
-        if error is not None:
+        if self._called_off == "absent" or self.failure:
+            self.tell()
+        elif error is not None:
             self.close(f"the rollout model could not be loaded: {error}")
             self.tell()
+        elif source != self._source:
+            self._read_weights()  # newer ones have come
             return
-        self.engine.swap(staged)
-        self._settle_in()
-        if not self.is_wanted and not self.lender.stopped:
-            self.leave("parked", UNWANTED)
+        else:
+            self.engine.swap(staged)
+            self._arrive()
+        self._called_off = None
 
     def fail(self, error: Exception) -> None:
         """Its own code failed: it leaves for good, with a word to whoever listens."""
@@ -185,6 +195,7 @@ class Guest:
         self.engine.release_weights()
         if self.port is not None:
             self.port.link.send(messages.Failed(messages.fault_of(error)))
+            self.port.link.close()
             self.port = None
 
     # Requests
@@ -202,6 +213,11 @@ class Guest:
         """Whoever speaks for it, how lending stands."""
         if self.port is not None:
             self.port.tell_lending()
+
+    def notice_gate(self) -> None:
+        """Between two steps: serving may have shut it out. That it is let in again shows by itself."""
+        if self.lender.gate.has_shut(self._now_s()):
+            self.tell()
 
     def evicted(self, events: Sequence[TokenEvent]) -> None:
         self.evictions += len(events)
@@ -224,6 +240,15 @@ class Guest:
             self.memory.lend_to(self.engine.scheduler, self.evicted)
             self.memory.observe()
 
+    def _arrive(self) -> None:
+        if self._called_off is not None:
+            self.place = "parked"
+            self.tell()
+            return
+        self._settle_in()
+        if not self.is_wanted and not self.lender.stopped:
+            self.leave("parked", UNWANTED)
+
     def _settle_in(self) -> None:
         if self.place != "resident":
             self.place = "resident"
@@ -240,17 +265,22 @@ class Guest:
             self.close(UNWANTED)
             self.tell()
 
-    def _load(self) -> None:
+    def _read_weights(self) -> None:
+        self._loading = threading.Thread(target=self._load, args=(self._source,), name="activate", daemon=True)
+        self._loading.start()
+
+    def _load(self, source: messages.Stage) -> None:
+        stand_back()
         try:
-            self._loaded = (self.engine.stage(self._source.version, self._source.folder), None)
+            self._loaded = (source, self.engine.stage(source.version, source.folder), None)
         except Exception as error:
-            self._loaded = (None, error)
+            self._loaded = (source, None, error)
         self._wake()
 
-    def _keep_source(self) -> None:
-        if self.port is not None and self.port.source is not None:
-            self._source = self.port.source
-
     def _swapped(self) -> None:
+        assert self.port is not None and self.port.source is not None
+        self._source = self.port.source
         if self.memory is not None:
             self.memory.weights_swapped = True
+        if self.place == "absent":
+            self.engine.release_weights()

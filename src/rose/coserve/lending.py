@@ -23,6 +23,7 @@ from rose.core.breaches import Breach, Ledger
 from rose.core.decisions import Grant
 from rose.core.dry_run import DryRun
 from rose.core.facts import RolloutView, RunningRequest, ServingView, StepFeatures, WaitingRequest
+from rose.core.gates import GateWatch
 from rose.core.memory import LendingStretch
 from rose.core.ration import Ration
 from rose.core.slo import Budgets, decode_slack_s, look_ahead, prefill_slack_s
@@ -77,14 +78,17 @@ class Lender:
         self.lent_steps = self.lent_tokens = 0
         self.breaches: Counter[str] = Counter()  # by kind
         self.stopped = ""  # why nothing is lent, by the owner or because there is nobody to lend to
+        self.held_up = ""  # why rollouts could use nothing just now
         self.dry_run: DryRun | None = None  # instead of lending
         self.ration = Ration()
+        self.gate = GateWatch()
         self.on_decision: Decided | None = None  # told of every view and what was granted, if somebody keeps a journal
         self.last_grant = Grant(0, 0, 0.0, "nothing was asked yet")
         self._serving_budget = serving_budget
         self._answers: dict[str, _Answer] = {}  # of the serving requests that have their first token
         self.stretch = LendingStretch()
         self._came: dict[str, tuple[float, float]] = {}  # serving request: arrival, and all that was lent until then
+        self._wanted = RolloutView(1)  # by rollouts, when they last wanted something
         self._views = 0
         self._last_step, self._last_step_s = StepFeatures(), 0.0
 
@@ -100,11 +104,17 @@ class Lender:
         self.ledger.arrived(request.request_id, request.arrival_s)
         self._came[request.request_id] = (request.arrival_s, self.ledger.total_lent_s)
 
-    def serving_gone(self, request_id: str) -> None:
-        """Taken out from outside: cancelled or evicted."""
-        self.ledger.gone(request_id)
-        self._answers.pop(request_id, None)
-        self._came.pop(request_id, None)
+    def serving_gone(self, request_id: str, now_s: float) -> list[Breach]:
+        """Taken out from outside, cancelled or evicted. Who gave up waiting has missed its deadline too."""
+        came = self._came.pop(request_id, None)
+        if came is None:
+            return []
+        so_far = self._answers.pop(request_id, None) or _Answer(now_s)
+        breach = self.ledger.left(request_id, so_far.tokens, now_s)
+        at_best = _Answer(so_far.first_token_s, so_far.tokens + 1, now_s)
+        if self.admission.breaker is not None and not at_best.keeps(self.admission.budgets, came[0]):
+            self.admission.breaker.finished(now_s, is_attained=False)
+        return self._lost([breach] if breach is not None else [])
 
     def stop(self, reason: str) -> None:
         """Lend nothing until `resume`. Serving goes on."""
@@ -138,14 +148,17 @@ class Lender:
             if self.admission.breaker is not None:
                 self.admission.breaker.lent(end_s, is_late=breach is not None)
             return self._counted([breach] if breach is not None else [])
+        self.admission.demand.served(step.plan.features, seconds, end_s)
         self.admission.serving.observe(step.plan.features, seconds)
         self._last_step, self._last_step_s = step.plan.features, seconds
         found = [self._token_made(event, end_s) for event in events]
-        breaches = [breach for breach in found if breach is not None]
+        return self._lost([breach for breach in found if breach is not None])
+
+    def _lost(self, deadlines: list[Breach]) -> list[Breach]:
         if self.admission.breaker is not None:
-            for breach in breaches:
+            for breach in deadlines:
                 self.admission.breaker.deadline_lost(breach.at_s)
-        return self._counted(breaches)
+        return self._counted(deadlines)
 
     def _counted(self, breaches: list[Breach]) -> list[Breach]:
         self.breaches.update(breach.objective for breach in breaches)
@@ -159,8 +172,11 @@ class Lender:
 
     def _lend(self, now_s: float) -> NextStep | None:
         self.last_grant = grant = self._decide(now_s)
-        if not grant.is_open(now_s):
-            return None
+        is_open, has_work = grant.is_open(now_s), self.rollout.scheduler.has_work()
+        self._watch(has_work, is_open, now_s)
+        return self._planned(grant) if is_open and has_work else None
+
+    def _planned(self, grant: Grant) -> NextStep | None:
         tokens, sequences = grant.tokens, grant.sequences
         for shrink in PLAN_SHRINKS:
             plan = self.rollout.plan(Budget(tokens, sequences))
@@ -174,18 +190,36 @@ class Lender:
             sequences = max(1, int(plan.features.sequences * shrink))
         return None
 
+    def _watch(self, has_work: bool, is_open: bool, now_s: float) -> None:
+        """Whether it is serving that keeps rollouts from running, or would those that have left."""
+        if self.stopped or self.held_up or self.dry_run is not None or self.is_resting(now_s):
+            self.gate.forget()
+        elif has_work or is_open:
+            self.gate.asked(now_s, is_let=is_open)
+        else:
+            self.gate.left(now_s)
+
     def _decide(self, now_s: float) -> Grant:
-        if self.stopped:
-            return Grant(0, 0, now_s, self.stopped)
+        if self.stopped or self.held_up:
+            return Grant(0, 0, now_s, self.stopped or self.held_up)
         if self.dry_run is not None:
             return self.dry_run.decide(self.serving_view(), now_s)
         if self.ration.is_spent(now_s):
             return Grant(0, 0, now_s, f"rollouts have had their {self.ration.share:.0%} of the time, the owner's limit")
-        view, rollouts = self.serving_view(), self.rollout_view()
+        view, rollouts = self.serving_view(), self._wanting(now_s)
         grant = self.admission.decide(view, rollouts, now_s)
         if self.on_decision is not None:
             self.on_decision(now_s, view, rollouts, grant)
         return grant
+
+    def _wanting(self, now_s: float) -> RolloutView:
+        """What rollouts could run; of those that have left a shut gate, what they could."""
+        rollouts = self.rollout_view()
+        if rollouts.decoding or rollouts.prompt_tokens:
+            self._wanted = rollouts
+        elif self.gate.shut_s(now_s) is not None:
+            return self._wanted
+        return rollouts
 
     def _token_made(self, event: TokenEvent, now_s: float) -> Breach | None:
         name, breach = event.request_id, None
@@ -262,7 +296,7 @@ class Lender:
                 context += live.computed
             else:
                 prompt += left
-        if prompt < enough:
+        if prompt < enough and len(scheduler.running) < scheduler.limits.max_sequences:
             waiting = list(scheduler.waiting(WAITING_SHOWN))
             prompt += sum(len(live.token_ids) for live in waiting)
             oldest_s = min([oldest_s, *(live.request.arrival_s for live in waiting)])

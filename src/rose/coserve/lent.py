@@ -1,15 +1,19 @@
 """The loop of a device that is lent: two engines, two ports, one step at a time, serving first.
 
-Between two steps it takes the commands of both sides, then asks the lender whose step is next. What goes wrong on the
-rollout side stays there: an exception in its engine or port removes the rollout model from the device, a rollout front
-that is gone leaves an empty seat, and serving goes on. What goes wrong on the serving side is the end of the process,
-as on any other device.
+Between two steps it takes the commands of both sides, then asks the lender whose step is next. Serving's commands are
+taken last, so that a decision knows of everybody who has come, and rollouts' for a millisecond at most: a flood of them
+is heard over many steps. What goes wrong on the rollout side stays there: an exception in its engine, memory or port
+removes the rollout model from the device; a rollout front that is gone leaves an empty seat; for one that does not
+read nothing more is made, and in the end it is given up; serving goes on. What goes wrong on the serving side is the
+end of the process, as on any other device.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 from rose.core.breaches import Breach
 from rose.coserve import messages
@@ -22,6 +26,8 @@ from rose.coserve.port import Port
 from rose.engines.base import Budget
 
 ASK_AGAIN_S = 0.05  # rollouts that may not run now could a little later, without anybody saying so
+ROLLOUTS_HEARD_S = 0.001  # between two steps: some dozens of turns, and little beside a step
+UNREAD = "the rollouts' front does not read what was made for it"
 
 
 class LentExecutor:
@@ -46,7 +52,7 @@ class LentExecutor:
             budget,
             now_s=now_s,
             on_add=lender.serving_added,
-            on_gone=lender.serving_gone,
+            on_gone=self._serving_gone,
             on_control=owner.obey,
             lending=owner.status,
         )
@@ -54,8 +60,8 @@ class LentExecutor:
     def run(self) -> None:
         serving = self._serving
         while True:
-            serving.obey_all()
             self._hear_rollouts()
+            serving.obey_all()
             if serving.leaving:
                 return
             if serving.link.congested or not self._step():
@@ -64,15 +70,18 @@ class LentExecutor:
     # Stepping
 
     def _step(self) -> bool:
-        if self._guest.memory is not None and self._guest.is_here:
-            self._guest.memory.observe()
+        guest = self._guest
+        if guest.memory is not None and guest.is_here:
+            self._guarded(guest.memory.observe)
+        self._lender.held_up = UNREAD if guest.port is not None and guest.port.link.congested else ""
+        self._guarded(guest.notice_gate)
         step = self._choose()
         if step is None:
             return False
         if step.side == "serving":
             self._run(self._serving, step)
-        else:
-            self._guarded(lambda port: self._run(port, step))
+        elif guest.port is not None:
+            self._guarded(partial(self._run, guest.port, step))
         return True
 
     def _choose(self) -> NextStep | None:
@@ -93,6 +102,10 @@ class LentExecutor:
         for breach in self._lender.finish(step, events, begin_s, end_s):
             self._tell(breach)
 
+    def _serving_gone(self, request_id: str) -> None:
+        for breach in self._lender.serving_gone(request_id, self._now_s()):
+            self._tell(breach)
+
     def _tell(self, breach: Breach) -> None:
         self._serving.link.send(messages.Breached(breach))
 
@@ -103,28 +116,33 @@ class LentExecutor:
             each.tell_facts()
         has_rollouts = port is not None and self._lender.rollout.scheduler.has_work() and not self._lender.stopped
         guests = [self._door.fileno()] if self._door is not None and port is None else []
-        wait_any([each.link for each in ports], ASK_AGAIN_S if has_rollouts else None, also=guests)
+        wait_any([each.link for each in ports], ASK_AGAIN_S if has_rollouts else math.inf, also=guests)
+        self._serving.link.check()
 
     # The rollout side
 
     def _hear_rollouts(self) -> None:
+        self._guarded(self._obey_rollouts)
+        self._guarded(self._guest.finish_loading)
+
+    def _obey_rollouts(self) -> None:
         guest = self._guest
         if guest.port is None and self._door is not None:
             link = self._door.accept()
             if link is not None:
                 guest.attach(link)
-        self._guarded(lambda port: port.obey_all())
-        guest.finish_loading()
-        if guest.port is not None and guest.port.leaving:
-            guest.detach()
-
-    def _guarded(self, work: Callable[[Port], None]) -> None:
-        """Do something for the rollouts; whatever it raises, serving does not notice."""
-        port = self._guest.port
+        port = guest.port
         if port is None:
             return
+        port.obey_all(ROLLOUTS_HEARD_S)
+        port.link.flush()
+        if port.leaving or port.link.is_stalled:
+            guest.detach()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do something for the rollouts; whatever it raises, serving does not notice."""
         try:
-            work(port)
+            work()
         except Closed:
             self._guest.detach()
         except Exception as error:

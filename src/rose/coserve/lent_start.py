@@ -27,7 +27,7 @@ from rose.coserve.lending import Lender
 from rose.coserve.lent import LentExecutor
 from rose.coserve.link import EngineLink
 from rose.coserve.owner import Owner
-from rose.coserve.pages import PagePool
+from rose.coserve.pages import PagePool, group_of
 from rose.coserve.profiling import profile
 from rose.coserve.tenancy import SharedMemory
 from rose.engines.base import Budget
@@ -83,13 +83,27 @@ def _memory(own: EngineSettings, terms: LendSettings, sides: Sequence[_Side]) ->
             f"{own.kv_memory_mb} MiB of KV memory are {pages} pages of {terms.page_kb} KiB, too few to share",
             hint="raise engine.kv_memory_mb or lower lend.page_kb",
         )
+    pool = PagePool(pages, page_bytes)
+    for side in sides:
+        _check_blocks(side, pool, terms.page_kb)
     return SharedMemory(
-        PagePool(pages, page_bytes),
+        pool,
         MemoryPolicy(pages, MemoryLimits(headroom_share=terms.headroom_share, regrowth=terms.regrowth)),
         serving_block_bytes=sides[0].block_bytes,
         rollout_block_bytes=sides[1].block_bytes,
         now_s=time.monotonic,
     )
+
+
+def _check_blocks(side: _Side, pool: PagePool, page_kb: int) -> None:
+    """Blocks lie in groups of pages without a gap, and an odd size of page makes such groups long."""
+    together = group_of(pool.page_bytes, side.block_bytes).pages
+    if together > pool.pages:
+        raise ConfigError(
+            f"blocks of {side.block_bytes} bytes ({side.folder.name}) fill pages of {page_kb} KiB evenly only "
+            f"{together} at a time, and the KV memory has {pool.pages}",
+            hint="take a power of two for lend.page_kb, such as 2048, or raise engine.kv_memory_mb",
+        )
 
 
 def _engines(

@@ -7,6 +7,7 @@ reader may leave unread is bounded; who fills the mailbox looks at `full` and do
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from rose.engines.base import TokenEvent
 from rose.errors import RoseError
@@ -24,7 +25,7 @@ class Mailbox:
         self._tokens = 0
         self._error: RoseError | None = None
         self.closed = False
-        self.ends_only = False  # the reader sees the tokens elsewhere: only a request's last event is to be put here
+        self.on_error: Callable[[RoseError], None] | None = None  # of a reader that sees the events elsewhere
         self._waiter: asyncio.Future[None] | None = None
         self._ends_wanted = 0
         self._ends = 0
@@ -44,6 +45,8 @@ class Mailbox:
         """What was put before is still read; then the reader gets this error."""
         self._error = self._error or error
         self._wake()
+        if self.on_error is not None:
+            self.on_error(error)
 
     def close(self) -> None:
         """Nothing more to read, not even what is there."""

@@ -107,12 +107,13 @@ class Owner:
             dry_run=self._dry_run(),
             slack_s=lender.slack_s(self._now_s()),
             is_resting=lender.is_resting(self._now_s()),
+            shut_s=lender.gate.shut_s(self._now_s()),
         )
 
     def _state(self) -> messages.LendingState:
         if self._guest.failure:
             return "failed"
-        if self._guest.is_coming:
+        if self._guest.is_coming and not self._lender.stopped:
             return "activating"
         if self._lender.stopped == PAUSED:
             return "paused"

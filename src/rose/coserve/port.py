@@ -8,12 +8,14 @@ by.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rose.core.decisions import Grant
 from rose.coserve import messages
+from rose.coserve.device import stand_back
 from rose.coserve.link import EngineLink
 from rose.engines.base import Budget, Request, StepEngine, StepPlan, TokenEvent
 from rose.errors import RequestRefused, RoseError, Unavailable
@@ -57,10 +59,16 @@ class Port:
         self._staging_outcome: tuple[messages.Stage, Any, BaseException | None] | None = None
         self._told_facts = False
 
-    def obey_all(self) -> None:
-        """Take all commands that have arrived. Raises Closed without a front."""
+    def obey_all(self, most_s: float = math.inf) -> None:
+        """Take the commands that have arrived; after this long, leave the rest for the next call.
+
+        Raises Closed without a front.
+        """
+        until_s = self._now_s() + most_s
         for command in self.link.receive():
             self._obey(command)
+            if self._now_s() >= until_s:
+                break
         self._finish_staging()
 
     def budget(self) -> Budget | None:
@@ -192,6 +200,7 @@ class Port:
 
     def _stage(self, command: messages.Stage) -> None:
         """In a thread, so that steps go on; the outcome is handed to the loop by one assignment."""
+        stand_back()
         try:
             self._staging_outcome = (command, self.engine.stage(command.version, command.folder), None)
         except Exception as error:

@@ -154,10 +154,14 @@ class BlockPool:
 
     def forget_digests(self) -> None:
         """Nothing that is here now will ever be found again (the weights changed)."""
-        while self._cached:
-            self._drop(next(iter(self._cached)))
+        by_page: dict[int, list[int]] = {}
+        for block in self._cached:
+            by_page.setdefault(block // self.blocks_per_page, []).append(block)
+        self._cached.clear()
         self._digest_of.clear()
         self._block_of.clear()
+        for page, blocks in by_page.items():
+            self._free_all(page, blocks)
 
     def set_limit(self, limit: int) -> None:
         """Cached blocks go at once; if requests hold more than `limit`, the caller must release some."""
@@ -331,9 +335,17 @@ class BlockPool:
             self._drop(next(iter(self._cached)))
 
     def _drop_cached_of(self, page: int) -> None:
-        for block in self._blocks_of(page):
-            if block in self._cached:
-                self._drop(block)
+        going = [block for block in self._blocks_of(page) if block in self._cached]
+        for block in going:
+            del self._cached[block]
+            del self._block_of[self._digest_of.pop(block)]
+        self._free_all(page, going)
+
+    def _free_all(self, page: int, blocks: list[int]) -> None:
+        """Of one page, at once: new weights free all that is cached, and somebody waits meanwhile."""
+        self._free[page] = sorted(self._free[page] + blocks)  # which is a heap
+        self._free_count += len(blocks)
+        self._refer(page, 0)
 
     def _drop(self, block: int) -> None:
         page = block // self.blocks_per_page

@@ -206,9 +206,17 @@ class BatchScheduler:
         return events
 
     def waiting(self, most: int) -> list[LiveRequest]:
-        """The first of those that wait, in the order in which they will be let in."""
-        entries = [entry for entry in self._waiting if self._is_waiting(entry[1])]
-        return [live for _, live in heapq.nsmallest(most, entries)]
+        """The first of those that wait, in the order in which they will be let in. However many wait behind them."""
+        heap, found = self._waiting, list[LiveRequest]()
+        edge = [(heap[0][0], 0)] if heap else []  # of the heap's tree: those above it have been looked at
+        while edge and len(found) < most:
+            _, place = heapq.heappop(edge)
+            if self._is_waiting(heap[place][1]):
+                found.append(heap[place][1])
+            for below in (2 * place + 1, 2 * place + 2):
+                if below < len(heap):
+                    heapq.heappush(edge, (heap[below][0], below))
+        return found
 
     def has_work(self) -> bool:
         return bool(self._sequences)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+
+import msgspec
 
 from rose.engines.base import Request, Sampling
 from rose.errors import ContextTooLong
@@ -97,7 +98,7 @@ def sampling_of(front: Front, body: SamplingBody | GenerateSampling, *, max_toke
 def with_seed(sampling: Sampling, seed: int | None, number: int) -> Sampling:
     """The sampling of choice `number`."""
     chosen = secrets.randbits(63) if seed is None else (seed + number) & SEED_MASK
-    return replace(sampling, seed=chosen)
+    return msgspec.structs.replace(sampling, seed=chosen)
 
 
 def choices_of(

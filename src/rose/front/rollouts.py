@@ -16,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ logger = logging.getLogger("rose.front")
 
 NICENESS = 5  # below serving, above trainers
 PAUSE_FIRST_S, PAUSE_LONGEST_S = 0.5, 30.0
+HEALTHY_S = 60.0  # one that lived longer had worked: its death starts a new count
 LEAVE_S = 3.0
 
 
@@ -80,8 +82,11 @@ class RolloutProcess:
     async def _keep(self) -> None:
         pause_s = PAUSE_FIRST_S
         while True:
+            begin_s = time.monotonic()
             self._process = process = self._start()
             code = await _ended(process)
+            if time.monotonic() - begin_s > HEALTHY_S:
+                pause_s = PAUSE_FIRST_S
             logger.error("the rollouts' front left with code %d; starting it again in %g s", code, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(PAUSE_LONGEST_S, 2 * pause_s)

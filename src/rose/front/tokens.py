@@ -34,7 +34,8 @@ def token_from(variable: str) -> str:
 def check_bearer(request: web.Request, token: str) -> None:
     """Raises the answer for a request that does not bear this token."""
     kind, _, given = request.headers.get("Authorization", "").partition(" ")
-    if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+    sent = given.strip().encode(errors="surrogateescape")  # a header may hold any bytes
+    if kind.lower() != "bearer" or not hmac.compare_digest(sent, token.encode()):
         raise Failure(
             401,
             "this needs a token: send the header `Authorization: Bearer TOKEN`",

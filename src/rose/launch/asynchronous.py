@@ -25,6 +25,7 @@ from rose.errors import RoseError
 from rose.launch.flow import Flow
 from rose.launch.job import PUBLISH_S_MAX, Job, shown_played, turns_between
 from rose.launch.learning import CHANGES, shown
+from rose.launch.notes import unmet_words
 from rose.launch.watching import PoolSample, PoolWatch
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class AsynchronousJob(Job):
         played = await flow.take()
         live.phase = "learning"
         await meter.look()
-        report = await self.learner.learn(played.kept, played.counts)
+        report = await self.learn(played)
         self._check(report)
         live.phase = "publishing"
         await meter.look()
@@ -68,7 +69,7 @@ class AsynchronousJob(Job):
         self._watch(step)
         await meter.look()
         names = {"step": step, "is_borrowed": is_borrowed, "version": self.learner.published.label}
-        self._tell(names | weights | shown_played(played) | shown(report) | meter.line(), played)
+        self._tell(names | weights | shown_played(played) | shown(report) | meter.line())
         if step == self.settings.steps:
             await self._end_flow(step)
 
@@ -138,11 +139,12 @@ class AsynchronousJob(Job):
         await super()._evaluate(step)
 
     def _say_unmet(self, unmet: Unmet) -> None:
-        self.folder.record("unmet", at_s=time.monotonic(), **asdict(unmet))
         sample, (began_s, tokens) = self.pool.last, self.began
         took_s = sample.at_s - began_s if sample is not None else 0.0
-        rate = (self.pool.counts.get("tokens", 0) - tokens) / took_s if took_s > 0 else 0.0
-        self.screen.say(f"  {unmet_words(unmet, rate)}")
+        rate = grown(tokens, self.pool.counts.get("tokens", 0)) / took_s if took_s > 0 else 0.0
+        line = asdict(unmet) | {"tokens_per_s": round(rate, 1)}
+        self.folder.record("unmet", at_s=time.monotonic(), **line)
+        self.screen.say(f"  {unmet_words(line)}")
 
 
 class Meter:
@@ -178,17 +180,6 @@ class Meter:
 def grown(before: int, after: int) -> int:
     """Of a counter that begins anew when its process does."""
     return after - before if after >= before else after
-
-
-def unmet_words(unmet: Unmet, tokens_per_s: float) -> str:
-    """What is wrong with the bound, and what would have to be otherwise."""
-    rate = f" ({tokens_per_s * unmet.speed_needed:.0f} tokens/s instead of {tokens_per_s:.0f})" if tokens_per_s else ""
-    needed = f"rollouts would have to be {unmet.speed_needed:.1f} times as quick{rate}"
-    return (
-        f"the last {unmet.groups} groups were too old to learn from: {unmet.versions} versions, where "
-        f"asynchrony.max_staleness is {unmet.max_staleness}; {needed}; "
-        f"or set asynchrony.max_staleness={unmet.versions}, or train on more groups a step"
-    )
 
 
 def _behind(members: Sequence[dict[str, Any]], published: Published) -> list[str]:

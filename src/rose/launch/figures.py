@@ -21,6 +21,8 @@ import numpy as np
 from rose.cost.bill import Cost, cost_of
 from rose.cost.settings import CostSettings
 from rose.cost.usage import breaches_of, usage_of
+from rose.launch.allocation import allocation_of
+from rose.launch.notes import notes_of
 
 Line = dict[str, Any]
 CONTROL_ROLES = ("gateway", "agent_borrowed", "agent_dedicated")
@@ -36,6 +38,7 @@ def summary_of(
     balance = (of_kind(lines, "balance") or [{}])[-1]
     costs = costs_of(of_kind(lines, "costs"))
     turns = sum(step["turns"] for step in steps)
+    lent, alone = ([step for step in steps if step["is_borrowed"] is is_lent] for is_lent in (True, False))
     return {
         "steps": len(steps),
         "success_before": evaluations[0]["success_rate"] if evaluations else None,
@@ -45,12 +48,13 @@ def summary_of(
         "generated_tokens": sum(step["generated_tokens"] for step in steps),
         "tokens_per_turn": _ratio(sum(step["generated_tokens"] for step in steps), turns),
         "step_s": _median([step["step_s"] for step in steps]),
-        "rollout_share": share_of([step for step in steps if not step["is_borrowed"]] or steps, "rollout_s"),
+        "rollout_share": share_of(alone or steps, "rollout_s"),
         "trajectories_per_s": _rate(steps),
         "turns_by_pool": _by_pool(steps),
-        "serving_requests": len([row for row in served if row["attained"] is not None]),
-        "serving_attainment": attainment(within(served, [step for step in steps if step["is_borrowed"]])),
-        "serving_attainment_alone": attainment(within(served, [step for step in steps if not step["is_borrowed"]])),
+        "serving_requests": len(judged(served)),
+        "serving_requests_lent": len(judged(within(served, lent))),
+        "serving_attainment": attainment(within(served, lent)),
+        "serving_attainment_alone": attainment(within(served, alone)),
         "serving_ttft_p99_ms": _tail([row["ttft_ms"] for row in served]),
         "serving_tpot_p99_ms": _tail([row["tpot_ms"] for row in served]),
         "resumes": len(of_kind(lines, "resume")),
@@ -61,13 +65,16 @@ def summary_of(
         "lost": balance.get("lost"),
         "doubled": balance.get("doubled"),
         "differing": balance.get("differing"),
-        "idle_share": idle_share([step for step in steps if not step["is_borrowed"]]),
-        "weight_sync_s": _median([step["publish_s"] for step in steps if step["verdict"] == "updated"]),
+        "idle_share": idle_share(alone),
+        "weight_sync_s": weight_sync_s(steps, of_kind(lines, "sync")),
+        "pause_s": pause_s([*steps, *of_kind(lines, "sync")]),
+        **allocation_of(lines),
         "logprob_gap_mean": _median(_known(steps, "logprob_gap_mean"), digits=6),
         "staleness_max": max(_known(steps, "staleness_max"), default=None),
         **costs,
         **compared(steps),
         **cost_shown(cost_of_run(lines, served, prices or CostSettings(), headroom_share)),
+        "notes": notes_of(lines),
     }
 
 
@@ -107,6 +114,20 @@ def costs_of(marks: Sequence[Line]) -> Line:
         "cpu_s_by_role": {role: round(seconds, 2) for role, seconds in sorted(roles.items())} or None,
         "control_cpu_ms_per_turn": round(1000 * control_s / turns, 4) if turns else None,
     }
+
+
+def weight_sync_s(steps: Sequence[Line], syncs: Sequence[Line]) -> float | None:
+    """From the call of `publish` until every worker runs it; an asynchronous trainer waits for the first part only."""
+    updated = [step for step in steps if step["verdict"] == "updated"]
+    if not syncs:
+        return _median([step["publish_s"] for step in updated])
+    waited_s = {line["step"]: line["took_s"] for line in syncs}
+    return _median([step["publish_s"] + waited_s[step["step"]] for step in updated if step["step"] in waited_s])
+
+
+def pause_s(lines: Sequence[Line]) -> float | None:
+    """How long turns stood still for a version, on the worker where it was longest."""
+    return _median(_known(lines, "pause_s"), digits=5)
 
 
 def idle_share(steps: Sequence[Line]) -> float | None:
@@ -176,8 +197,13 @@ def within(served: Sequence[Line], steps: Sequence[Line]) -> list[Line]:
 
 
 def attainment(served: Sequence[Line]) -> float | None:
-    judged = [row["attained"] for row in served if row["attained"] is not None]
-    return round(sum(judged) / len(judged), 6) if judged else None
+    verdicts = judged(served)
+    return round(sum(verdicts) / len(verdicts), 6) if verdicts else None
+
+
+def judged(served: Sequence[Line]) -> list[bool]:
+    """Those that had a chance; what the run itself cut off had none."""
+    return [row["attained"] for row in served if row["attained"] is not None]
 
 
 def percentile(values: Sequence[float | None], percent: float) -> float | None:

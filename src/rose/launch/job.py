@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rose.errors import RoseError
 from rose.launch.folder import RunFolder
 from rose.launch.learning import CHANGES, Learner, shown
 from rose.launch.lending import Lending
+from rose.launch.notes import commonest
 from rose.launch.progress import Screen, step_line
 from rose.launch.rollouts import Played, Rollouts
 from rose.launch.serving import ServingLog
@@ -25,6 +27,7 @@ from rose.launch.watching import PoolSample, PoolWatch
 from rose.rollout.client import GatewayClient
 
 if TYPE_CHECKING:
+    from rose.train.step import StepReport
     from rose.weights.publish import Published
 
 PUBLISH_S_MAX = 60.0  # a worker that has not taken a version by then is left behind; it gets no turns until it has
@@ -77,7 +80,7 @@ class Job:
         played = await self.rollouts.play_step()
         played_s, after = time.monotonic(), await self.pool.look()
         live.phase = "learning"
-        report = await self.learner.learn(played.kept, played.counts)
+        report = await self.learn(played)
         learnt_s = time.monotonic()
         live.phase = "publishing"
         changed = report.verdict in CHANGES
@@ -99,17 +102,29 @@ class Job:
             "cpu_s": spent,
             **shown(report),
         }
-        self._tell(line, played)
+        self._tell(line)
 
-    def _tell(self, line: dict[str, Any], played: Played) -> None:
+    def _tell(self, line: dict[str, Any]) -> None:
         self.folder.record("step", **line)
         self.folder.record("balance", step=line["step"], **asdict(self.rollouts.ledger.balance()))
         self.steps_s.append(line["step_s"])
         left_s = self._left_s(line["step"])
         self.screen.live.left_s = left_s
         self.screen.say(step_line(line, self.settings.steps, self.serving.attainment(), left_s))
-        for reason in sorted(set(played.failures))[:3]:
-            self.screen.say(f"  {played.failures.count(reason)} episodes were given up: {reason}")
+        for reason, count in line["failures"].items():
+            self.screen.say(f"  {episodes(count)} given up: {reason}")
+
+    async def learn(self, played: Played) -> StepReport:
+        """Raises TrainingStarved; if environments are to blame it says so."""
+        try:
+            return await self.learner.learn(played.kept, played.counts)
+        except RoseError as error:
+            if played.kept or not played.failures:
+                raise
+            reason, count = next(iter(commonest(played.failures).items()))
+            what = f"{error.what}; in the last one {episodes(count)} given up: {reason}"
+            hint = "mend the environment, or give it more time (patience.reset_s_max, patience.step_s_max)"
+            raise type(error)(what, hint=hint) from error
 
     async def publish(self, published: Published, wait_s: float = PUBLISH_S_MAX) -> dict[str, Any]:
         """Until every worker that is there runs it, if anybody waits; what it took, for the step's line."""
@@ -158,9 +173,12 @@ class Job:
         self.screen.live.phase = "evaluating"
         began_s = time.monotonic()
         rate = await self.rollouts.evaluate(self.settings.evaluation.episodes)
-        took_s = time.monotonic() - began_s
-        self.folder.record("evaluation", step=step, success_rate=rate, began_s=round(began_s, 4), took_s=took_s)
+        took_s, failures = time.monotonic() - began_s, self.rollouts.held_out_failures
+        self.folder.record("evaluation", step=step, success_rate=rate, began_s=round(began_s, 4), took_s=took_s,
+                           episodes_failed=len(failures), failures=commonest(failures))  # fmt: skip
         self.screen.say(f"held-out success after {step} steps: {rate:.1%} of {self.settings.evaluation.episodes} games")
+        for reason, count in commonest(failures).items():
+            self.screen.say(f"  {count} of them could not be played: {reason}")
 
     async def _lend(self, step: int) -> bool:
         """Whether this step has the borrowed device."""
@@ -201,8 +219,13 @@ def shown_played(played: Played) -> dict[str, Any]:
         "invalid_turns": played.invalid_turns,
         "generated_tokens": played.generated_tokens,
         "episodes_failed": len(played.failures),
+        "failures": commonest(played.failures),
         "groups": counts,
     }
+
+
+def episodes(count: int) -> str:
+    return f"{count} episode{' was' if count == 1 else 's were'}"
 
 
 def turns_between(before: PoolSample, after: PoolSample) -> dict[str, int]:

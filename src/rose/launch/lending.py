@@ -20,8 +20,8 @@ from typing import Any, Literal
 import aiohttp
 
 from rose.errors import Unavailable
+from rose.launch.allocation import ASKED
 
-ASKED = "asked"  # the kind of line that says when the device was offered, or taken back
 SETTLE_S = 2.0  # the gateway hears at once that a device is lent again; this is for a device that is slow to say so
 PATIENCE_S = 30.0
 STALL_S = 6.0  # many times what a turn takes
@@ -54,8 +54,7 @@ class Lending:
         if time.monotonic() < self._rests_until_s:
             return False
         if self._state == "held_back":
-            self._record(ASKED, at_s=time.monotonic(), is_lent=True)
-            await self._ask("POST", "/resume")
+            await self._told("/resume", is_lent=True)
             self._state = "lent"
             await asyncio.sleep(settle_s)
         return True
@@ -79,8 +78,7 @@ class Lending:
 
     async def hold_back(self) -> None:
         if self._state == "lent":
-            self._record(ASKED, at_s=time.monotonic(), is_lent=False)
-            await self._ask("POST", "/drain")
+            await self._told("/drain", is_lent=False)
             self._state = "held_back"
 
     async def breaches(self) -> dict[str, int]:
@@ -91,6 +89,14 @@ class Lending:
     def restarted(self) -> None:
         """A device that was restarted lends."""
         self._state = "lent"
+
+    async def _told(self, action: str, *, is_lent: bool) -> None:
+        """Asks the owner, and writes down when that was and when it was done."""
+        asked_s = time.monotonic()
+        try:
+            await self._ask("POST", action)
+        finally:
+            self._record(ASKED, at_s=asked_s, is_lent=is_lent, answered_s=time.monotonic())
 
     async def _ask(self, method: str, action: str) -> dict[str, Any]:
         """The device's status, after doing what was asked."""

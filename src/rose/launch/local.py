@@ -23,6 +23,7 @@ from rose.launch import cast
 from rose.launch.agent_episodes import agent_episodes
 from rose.launch.aside import Aside
 from rose.launch.asynchronous import AsynchronousJob
+from rose.launch.checking import check_start
 from rose.launch.ending import ENDED, Stopped, last_word
 from rose.launch.folder import RunFolder
 from rose.launch.job import Job, beside
@@ -37,7 +38,6 @@ from rose.launch.serving import ServingLog
 from rose.launch.settings import RunSettings
 from rose.launch.start import Start
 from rose.launch.summing_up import sum_up
-from rose.launch.vllm_cast import check as check_vllm
 from rose.launch.vllm_cast import join_s_max
 from rose.launch.watching import PoolSample, PoolWatch, ProcessorTime
 from rose.models.folder import load_model_folder
@@ -51,9 +51,7 @@ PATIENCE_S = 600.0  # with a gateway that has no worker for the moment
 async def run_locally(settings: RunSettings, screen: Screen, *, is_resumed: bool = False) -> Path:
     """The whole run; its folder. Raises what ended it early, after cleaning up."""
     placement = place(settings, sorted(USABLE))
-    check_vllm(settings)
-    if settings.rollout_model is not None:
-        load_model_folder(settings.rollout_model)
+    check_start(settings)
     folder = RunFolder(settings, is_resumed=is_resumed)
     screen.say(f"run {folder.name}: {settings.steps} steps of {settings.environment}, in {folder.path}")
     start = _go_on(folder, screen) if is_resumed else Start()

@@ -23,7 +23,7 @@ from rose.launch.summing_up import priced_by, read_lines
 from rose.launch.superseding import counted
 
 SUMMARY, METRICS, SERVING, REPORT = "summary.json", "metrics.jsonl", "serving.jsonl", "report.html"
-NEWEST_KEY = "cost_per_correct"
+NEWEST_KEY = "notes"
 """What a summary of this version has; one without it is made again."""
 
 State = ending.State | Literal["broken"]
@@ -151,7 +151,8 @@ def _made_summary(path: Path, troubles: list[str]) -> dict[str, Any] | None:
         lines, served = counted(_lines(path / METRICS)), _lines(path / SERVING)
         return {"name": path.name, **summary_of(lines, served, *priced_by(path / RESOLVED_NAME))}
     except (ConfigError, OSError, UnicodeDecodeError) as error:
-        troubles.append(f"no figures can be made: {_words(error)}")
+        words = _words(error)
+        troubles.append(f"no figures can be made{'' if any(words in told for told in troubles) else f': {words}'}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         troubles.append(f"its lines are not those of a run of this version: {type(error).__name__} {error}")
     return None

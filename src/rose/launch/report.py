@@ -14,7 +14,7 @@ from typing import Any
 
 from rose.launch.drawing import Picture, round_up
 from rose.launch.figures import Line, of_kind, percentile
-from rose.launch.report_tables import cost_section, figures_table, headline, opening, steps_table
+from rose.launch.report_tables import cost_section, figures_table, headline, notes_section, opening, steps_table
 
 BINS = 48
 BIN_S_MIN = 2.0
@@ -34,6 +34,7 @@ details { overflow-x: auto } details td, details th { padding-right: .7rem; font
 .tile { border: 1px solid var(--grid); border-radius: 8px; padding: .7rem .8rem } .tile > * { display: block }
 .tile b { font-size: 1.45rem; line-height: 1.2; white-space: nowrap } .tile span { font-weight: 600 }
 .tile i { font-style: normal; font-size: 12px; color: var(--soft) }
+.notes { border-left: 3px solid var(--red); margin: 1rem 0; padding: 0 0 0 1.8rem } .notes li { margin: .2rem 0 }
 .trouble { border-color: var(--red) } .trouble b { color: var(--red) }
 .bar { display: flex; gap: .8rem; align-items: center; margin: .25rem 0 } .bar span { width: 9rem }
 .bar div { flex: 1; display: flex; height: 1.1rem } .bar i { background: var(--hue); height: 100% }
@@ -55,10 +56,12 @@ svg text.soft { fill: var(--soft) } svg text.warn { fill: var(--red) }
 def html_report(summary: Line, lines: Sequence[Line], served: Sequence[Line], settings: str) -> str:
     """The page. A run without a step has figures and no pictures."""
     name = escape(str(summary["name"]))
-    parts = [f"<h1>Run {name}</h1>", opening(summary, lines)]
+    parts = [f"<h1>Run {name}</h1>", opening(summary, lines, settings)]
     if of_kind(lines, "step"):
-        parts += [headline(summary), *_learning(lines), *_throughput(lines)]
+        parts += [headline(summary), notes_section(summary), *_learning(lines), *_throughput(lines)]
         parts += [*_serving(lines, served, settings), *_who(lines), *cost_section(summary)]
+    else:
+        parts.append(notes_section(summary))
     parts += ["<h2>Figures</h2>", figures_table(summary), steps_table(lines)]
     parts.append(f"<details><summary>Settings</summary><pre>{escape(settings)}</pre></details>")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>ROSE run {name}</title>'
@@ -96,9 +99,8 @@ def _throughput(lines: Sequence[Line]) -> list[str]:
     both = [(x, dedicated + borrowed) for x, (dedicated, borrowed) in zip(middles, bins)]
     picture.area(first, floor, "dedicated")
     picture.area(both, first, "borrowed")
-    return _section(
-        "Throughput by pool", "Turns per second.", ["dedicated:dedicated", "borrowed:borrowed"], picture.svg()
-    )
+    keys = ["dedicated:dedicated worker", "borrowed:borrowed device"]
+    return _section("Throughput by pool", "Turns per second; valleys are learning.", keys, picture.svg())
 
 
 def _binned_turns(samples: Sequence[Line], begin_s: float, end_s: float) -> list[tuple[float, float]]:
@@ -130,7 +132,8 @@ def _serving(lines: Sequence[Line], served: Sequence[Line], settings: str) -> li
         picture.line(tails, "learning")
         picture.dots([(x, y) for x, y in tails if y > budgets[key]], "heldout")
         picture.level(budgets[key], f"budget {budgets[key]:g} ms")
-        parts.append(f"<p>{name}: P99 of every interval (strong), median (pale).</p>{picture.svg()}")
+        keys = f"{_key('learning')}P99 of every interval{_key('median')}median"
+        parts.append(f"<p>{name}.{keys}</p>{picture.svg()}")
     return ["<h2>Serving: P99 against its budget</h2>", *parts]
 
 
@@ -189,10 +192,12 @@ def _who(lines: Sequence[Line]) -> list[str]:
 
 
 def _section(title: str, words: str, keys: Sequence[str], svg: str) -> list[str]:
-    shown = "".join(
-        f'<span class="key {kind}"></span>{escape(label)}' for kind, _, label in (key.partition(":") for key in keys)
-    )
+    shown = "".join(_key(kind) + escape(label) for kind, _, label in (key.partition(":") for key in keys))
     return [f"<h2>{escape(title)}</h2>", f"<p>{escape(words)}{shown}</p>", svg]
+
+
+def _key(kind: str) -> str:
+    return f'<span class="key {kind}"></span>'
 
 
 def _span(lines: Sequence[Line]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from rose.config import text
 from rose.launch.figures import Line, of_kind
 from rose.load.table import duration
 
@@ -74,7 +75,7 @@ def _speed_tile(summary: Line) -> str:
 
 def _serving_tile(summary: Line) -> str:
     alone = summary["serving_attainment_alone"]
-    words = f"of {summary['serving_requests']:,} requests of users"
+    words = f"of {summary['serving_requests_lent']:,} requests of users while the device was lent"
     words += f"; {percent(alone, 2)} with nothing lent" if alone is not None else ""
     return _tile(percent(summary["serving_attainment"], 2), "serving in budget", words)
 
@@ -172,7 +173,9 @@ def figures_table(summary: Line) -> str:
         ("serving in budget", attained),
         ("lost, counted twice", f"{summary['lost']}, {summary['doubled']}"),
         ("restarts", str(summary["restarts"])),
-        ("weights to every worker", f"{number(summary['weight_sync_s'])} s"),
+        ("weights to every worker", f"{number(summary['weight_sync_s'])} s; turns stood still for {_pause(summary)}"),
+        ("borrowed and given back", _cycles(summary)),
+        ("oldest token learnt from", _staleness(summary)),
         ("trainer and engine apart", f"{number(summary['logprob_gap_mean'])}, nats per token"),
         ("control plane", f"{number(summary['control_cpu_ms_per_turn'])} ms of processor time per turn"),
     ]
@@ -184,6 +187,23 @@ def figures_table(summary: Line) -> str:
         rows.insert(4, ("with the borrowed device", speed))
         rows.insert(6, ("the same, held back", alone))
     return table(rows)
+
+
+def _pause(summary: Line) -> str:
+    return "a time nobody told" if summary["pause_s"] is None else f"{1000 * summary['pause_s']:.3g} ms"
+
+
+def _cycles(summary: Line) -> str:
+    share = summary["allocation_overhead_share"]
+    if share is None:
+        return "no device was"
+    times = summary["borrow_cycles"]
+    return f"{times} time{'' if times == 1 else 's'}; on its way for {share:.2%} of the time"
+
+
+def _staleness(summary: Line) -> str:
+    oldest = summary["staleness_max"]
+    return "-" if oldest is None else "of the newest version" if not oldest else f"{oldest} versions old"
 
 
 def steps_table(lines: Sequence[Line]) -> str:
@@ -206,16 +226,36 @@ def _cell(value: Any) -> str:
     return number(value) if isinstance(value, float) else "-" if value is None else str(value)
 
 
-def opening(summary: Line, lines: Sequence[Line]) -> str:
-    """A sentence, and another of a run that ended early."""
+def opening(summary: Line, lines: Sequence[Line], settings: str) -> str:
+    """What was learnt and how, in a sentence, and another of a run that ended early."""
     steps = of_kind(lines, "step")
     ended = "".join(f" The run {_ended_words(line)}." for line in of_kind(lines, "ended")[-1:])
     if not steps:
         return f"<p>No step was finished.{ended}</p>"
     played_s = sum(step["step_s"] for step in steps)
-    restarts = f"; {summary['restarts']} processes were started again" if summary["restarts"] else ""
-    counts = f"{len(steps)} steps in {duration(played_s)}, {summary['trajectories']:,} trajectories{restarts}"
-    return f"<p>{counts}.{ended}</p>"
+    counts = f"{len(steps)} steps of {_job_words(settings)} in {duration(played_s)}"
+    counts += f", {summary['trajectories']:,} trajectories"
+    times = summary["resumes"]
+    resumed = f"; it went on after {times} interruption{'s' if times > 1 else ''}" if times else ""
+    return f"<p>{escape(counts)}{resumed}.{ended}</p>"
+
+
+def _job_words(settings: str) -> str:
+    """As the settings in force say it: what is played, by which loss, in which loop."""
+    tree = text.parse(settings, "settings")
+    known = tree if isinstance(tree, dict) else {}
+    loss = str(known.get("train", {}).get("loss", {}).get("name", "training")).upper()
+    loop = "asynchronous " if known.get("asynchrony", {}).get("is_used") else ""
+    words = f"{loop}{loss} on {known.get('environment', 'a task')}"
+    return f"{words}, with an agent of its own" if known.get("agent") else words
+
+
+def notes_section(summary: Line) -> str:
+    """What no figure says, before anybody has to look for it."""
+    if not summary["notes"]:
+        return ""
+    shown = "".join(f"<li>{escape(note)}</li>" for note in summary["notes"])
+    return f'<ul class="notes">{shown}</ul>'
 
 
 def _ended_words(line: Line) -> str:

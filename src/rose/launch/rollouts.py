@@ -35,6 +35,7 @@ from rose.train.local import HELD_OUT_SEEDS, TRAINING_SEEDS
 Journalled = Callable[[object, list[object]], None]
 MAPS_PER_SEED = 1 << 20
 """So many maps belong to one seed of a run: runs of other seeds play on other maps."""
+HELD_OUT_QUICK = 1024  # held-out games at once, where the environment takes no time
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class Rollouts:
         self._entry = find_environment(settings.environment)
         self._batch = 0
         self._evaluations = 0
+        self.held_out_failures: list[str] = []
 
     def state(self) -> dict[str, Any]:
         """Between two steps: what `go_on` needs to draw the same groups as if never stopped."""
@@ -106,12 +108,17 @@ class Rollouts:
         return step.played
 
     async def evaluate(self, episodes: int) -> float:
-        """The success rate over held-out maps; nothing of it is trained on or counted."""
+        """The success rate over held-out maps; nothing of it is trained on or counted.
+
+        Episodes that could not be played are not won, and why is in `held_out_failures`.
+        """
         self._evaluations += 1
+        self.held_out_failures = []
         first = HELD_OUT_SEEDS + self._settings.seed * MAPS_PER_SEED
         names = (f"{self._name}/held-out-{self._evaluations}/{number}" for number in range(episodes))
         found = [self._episode(name, "", first + number, number) for number, name in enumerate(names)]
-        played = await asyncio.gather(*(self._play_held_out(episode) for episode in found))
+        room = asyncio.Semaphore(self._held_out_at_once())
+        played = await asyncio.gather(*(self._play_held_out(episode, room) for episode in found))
         return sum(trajectory is not None and trajectory.is_success for trajectory in played) / episodes
 
     # Episodes
@@ -162,15 +169,23 @@ class Rollouts:
     def _map_seed(self, group: int) -> int:
         return TRAINING_SEEDS + self._settings.seed * MAPS_PER_SEED + group
 
-    async def _play_held_out(self, episode: Episode) -> Trajectory | None:
+    def _held_out_at_once(self) -> int:
+        """As many as a step plays; an environment that computes for microseconds is never in anybody's way."""
+        at_once = self._settings.groups.groups * self._settings.groups.size
+        is_quick = self._agents is None and getattr(self._entry.make, "is_quick", False)
+        return max(at_once, HELD_OUT_QUICK) if is_quick else at_once
+
+    async def _play_held_out(self, episode: Episode, room: asyncio.Semaphore) -> Trajectory | None:
         seed = episode.seed if self._agents is None else episode.sampling.seed
-        await self._client.begin(BeginBody(id=episode.trajectory_id, seed=seed))
-        try:
-            return await self._played(episode, self._client.trajectory(episode.trajectory_id))
-        except EnvironmentFailed:
-            return None
-        finally:
-            await self._client.finish(episode.trajectory_id, FinishBody(is_lost=True))
+        async with room:
+            await self._client.begin(BeginBody(id=episode.trajectory_id, seed=seed))
+            try:
+                return await self._played(episode, self._client.trajectory(episode.trajectory_id))
+            except EnvironmentFailed as error:
+                self.held_out_failures.append(error.what)
+                return None
+            finally:
+                await self._client.finish(episode.trajectory_id, FinishBody(is_lost=True))
 
     async def _played(self, episode: Episode, generate: Generate) -> Trajectory:
         self.under_way += 1

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rose.core.allocation import Cycle, allocation_overhead_share
 from rose.errors import RoseError
+from rose.launch.allocation import ALLOCATION
 from rose.launch.cast import BORROWED, DEDICATED, GATEWAY, LENDER, TRAFFIC
-from rose.launch.lending import ASKED
 from rose.rollout.client import GatewayClient
 
 EVERY_S = 1.0
@@ -90,7 +88,7 @@ class PoolWatch:
         for cycle in shown.get("allocation", ()):
             if self.cycles.get(cycle["number"]) != cycle:
                 self.cycles[cycle["number"]] = cycle
-                self.record("allocation", **cycle)
+                self.record(ALLOCATION, **cycle)
         return self.last
 
     def _tell_closed(self, member: dict[str, Any]) -> None:
@@ -109,35 +107,6 @@ class PoolWatch:
             with contextlib.suppress(RoseError):  # whoever plays through it will say so
                 await self.look()
             await asyncio.sleep(EVERY_S)
-
-
-def allocation_overhead(lines: Sequence[dict[str, Any]]) -> float | None:
-    """Of a run's records: the share of the time of its steps in which a wanted device was not usable, or on its way."""
-    steps = [line for line in lines if line["kind"] == "step"]
-    if not steps:
-        return None
-    names = {field.name for field in fields(Cycle)}
-    newest = {line["number"]: line for line in lines if line["kind"] == "allocation"}
-    cycles = [
-        Cycle(**{key: newest[number][key] for key in newest[number] if key in names}) for number in sorted(newest)
-    ]
-    count_from_asking(cycles, [line for line in lines if line["kind"] == ASKED])
-    return allocation_overhead_share(cycles, steps[0]["began_s"], steps[-1]["began_s"] + steps[-1]["step_s"])
-
-
-def count_from_asking(cycles: Sequence[Cycle], asked: Sequence[dict[str, Any]]) -> None:
-    """A device is on its way from the moment its owner was asked for it, or asks for it, not from when word arrives."""
-    ends_s = [*(line["at_s"] for line in asked[1:]), math.inf]
-    for line, end_s in zip(asked, ends_s):
-        begin_s = line["at_s"]
-        if line["is_lent"]:
-            for cycle in (cycle for cycle in cycles if begin_s <= cycle.chosen_s < end_s):
-                cycle.wanted_s = min(cycle.wanted_s, begin_s)
-                break
-        else:
-            for cycle in (cycle for cycle in cycles if begin_s <= (cycle.returned_s or -1.0) < end_s):
-                cycle.returned_s = begin_s
-                break
 
 
 class ProcessorTime:

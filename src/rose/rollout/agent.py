@@ -113,6 +113,7 @@ class GatewaySession:
         self._told: tuple[object, ...] = ()
         self._outbox: Outbox
         self._runner: TurnRunner
+        self._condition: Condition
 
     async def run(self, http: aiohttp.ClientSession) -> None:
         """Raises what ended it."""
@@ -125,6 +126,7 @@ class GatewaySession:
             await self._outbox.flush()
             orders = _decoded(await asyncio.wait_for(connection.receive(), WELCOME_S))
             self._runner = TurnRunner(self._engine, self._outbox.put, self._now_s)
+            self._condition = Condition(self._engine, self._runner.rates, lambda: self._intake.hash, self._now_s())
             self._intake.tell, self._engine.on_lending = self._tell_version, self._hear_lending
             try:
                 for order in orders:
@@ -194,13 +196,12 @@ class GatewaySession:
 
     async def _beat(self, beat_s: float) -> None:
         """Every so often, and at once when lending has changed."""
-        condition = Condition(self._engine, self._runner.rates, lambda: self._intake.hash, self._now_s())
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(beat_s):
                     await self._news.wait()
             self._news.clear()
-            self._outbox.put(condition.beat(self._now_s()))
+            self._outbox.put(self._condition.beat(self._now_s()))
 
     async def _look(self, beat_s: float) -> None:
         """Ask a lent device how it stands. One that hangs does not answer; its beats go on with what was known."""
@@ -211,8 +212,9 @@ class GatewaySession:
         await asyncio.get_running_loop().create_future()
 
     def _hear_lending(self) -> None:
+        self._condition.heard(self._now_s())
         status = self._engine.lending_status
-        told = (status.state, status.model, status.is_resting) if status is not None else ()
+        told = (status.state, status.model, status.is_resting, status.shut_s is None) if status is not None else ()
         if told != self._told:
             self._told = told
             self._news.set()

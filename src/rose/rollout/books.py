@@ -15,7 +15,8 @@ Given the ledger of an earlier life, the books begin where that ended, and turns
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+
+import msgspec
 
 from rose.config.gateway import GatewaySettings
 from rose.core.provision import ProvisionRules
@@ -156,7 +157,7 @@ class Books:
         """One request for a turn, new or repeated. Raises QueueFull, RequestRefused, Unavailable."""
         session = self.trajectories.open(trajectory_id, now_s)
         turn, dice = session.turn_of(prompt_ids, sampling, seed)
-        request = Request(self.next_try(turn), prompt_ids, replace(sampling, seed=dice))
+        request = Request(self.next_try(turn), prompt_ids, msgspec.structs.replace(sampling, seed=dice))
         self.turn(turn, request, reader, now_s, affinity=trajectory_id, whole=whole)
         return turn
 

@@ -141,20 +141,19 @@ class Settling:
 
     def __init__(self, ledger: NoLedger) -> None:
         self._ledger = ledger
-        self._waiting: asyncio.Handle | None = None
-        self._is_urgent = False
+        self._is_waiting = False
 
     def on_work(self, is_urgent: bool) -> None:
         loop = asyncio.get_running_loop()
-        if is_urgent and not self._is_urgent:
-            if self._waiting is not None:
-                self._waiting.cancel()
-            self._waiting, self._is_urgent = loop.call_soon(self._commit), True
-        elif self._waiting is None:
-            self._waiting = loop.call_later(GATHER_S, self._commit)
+        if is_urgent:
+            loop.call_soon(self._ledger.commit)
+        elif not self._is_waiting:
+            self._is_waiting = True
+            loop.call_later(GATHER_S, self._commit)
 
     def _commit(self) -> None:
-        self._waiting, self._is_urgent = None, False
+        """Also if somebody was in a hurry since: to commit nothing costs less than to stop a clock."""
+        self._is_waiting = False
         self._ledger.commit()
 
 

@@ -50,10 +50,11 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """How a worker is; renews its lease.
 
-    A shut gate takes no turns, and nobody is to blame: `why` says whether serving needs the device, its owner holds it
-    back, or it is parked. `is_offered` is the owner's word alone. `decode_tok_s` is of one sequence beside those that
+    A gate that is not open takes no turns, and nobody is to blame: `why` says whether lending rests, its owner holds it
+    back, or it is parked. `is_offered` is the owner's word alone. An open one may still be shut by serving for the
+    moment: `shut_s` is for how long, by the rule of `core.gates`. `decode_tok_s` is of one sequence beside those that
     run there, waits at the gate included; `slack_s` is what serving can spare just now, `kv_use` its share of the
-    device's KV memory. What a worker does not know, or an older one does not tell, is None.
+    device's KV memory. What is not so, what a worker does not know, or an older one does not tell, is None.
     """
 
     running: int
@@ -73,6 +74,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     is_offered: bool = True
     activation_s: float | None = None  # how long the last one took
     can_park: bool = False  # it knows `Activate` and `Park`
+    shut_s: float | None = None
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from rose.core.gates import GateSeen
 from rose.core.router import WorkerView
 from rose.errors import RequestRefused
 from rose.rollout.messages import Beat, Join, Kind, NewVersion, Piece, Place, ToAgent, VersionReady
@@ -45,9 +46,8 @@ class Member:
     joined_s: float
     lease: int = 0
     hash: str = ""
-    gate_open: bool = True
-    gated_since_s: float | None = None
-    opened_s: float = 0.0  # when its gate last opened
+    gate_open: bool = True  # by its owner, its circuit breaker and its engine; serving shuts it for moments
+    gate: GateSeen = field(default_factory=GateSeen)
     draining: bool = False
     closed_until_s: float = 0.0
     told_version: str | None = None
@@ -197,7 +197,7 @@ class Pool:
             joined_s=now_s,
             lease=self._next_lease,
             hash=join.hash,
-            opened_s=now_s,
+            gate=GateSeen(now_s),
             place=join.place,
             is_offered=join.is_offered,
             is_wanted=join.place == "resident" or not join.is_offered,
@@ -213,11 +213,12 @@ class Pool:
         self._runs(member, beat.version, beat.hash)
         member.kv_tokens, member.place, member.is_offered = beat.kv_tokens, beat.place, beat.is_offered
         if beat.gate_open and not member.gate_open:
-            member.gated_since_s, member.opened_s = None, now_s
             member.closed_until_s = min(member.closed_until_s, now_s)  # what it refused before is over
-        elif not beat.gate_open and member.gate_open:
-            member.gated_since_s = now_s
         member.gate_open = beat.gate_open
+        if beat.gate_open:
+            member.gate.told(beat.shut_s, now_s)
+        elif member.gate.gated_since_s is None:
+            member.gate.told(0.0, now_s)
         self.catch_up(member, now_s)
 
     def version_ready(self, member: Member, ready: VersionReady, now_s: float) -> None:
@@ -246,9 +247,9 @@ class Pool:
             prefill_tok_s=beat.prefill_tok_s if beat is not None else None,
             decode_tok_s=beat.decode_tok_s if beat is not None else None,
             slack_s=beat.slack_s if beat is not None else None,
-            gated_since_s=member.gated_since_s,
+            gated_since_s=member.gate.gated_since_s,
             version=member.version,
-            opened_s=member.opened_s,
+            opened_s=member.gate.opened_s,
         )
 
     @staticmethod

@@ -64,9 +64,9 @@ class Relief:
 
     def _is_stuck(self, turn: LiveTurn, member: Member, now_s: float) -> bool:
         """A member that says that its gate is shut, or that takes new weights, has its reason to be quiet."""
-        if not member.gate_open or member.is_taking:
+        if member.gate.gated_since_s is not None or member.is_taking:
             return False
-        quiet_s = now_s - max(turn.progress_s, member.opened_s)
+        quiet_s = member.gate.quiet_s(turn.progress_s, now_s)
         first_of = turn.prompt_there if turn.is_first else None
         predicted_s = self._stalls.predicted_s(member.name, first_of=first_of, whole_s=turn.predicted_s)
         return self._stalls.is_stalled(member.name, quiet_s, predicted_s, now_s)

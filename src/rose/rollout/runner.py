@@ -3,8 +3,7 @@
 Tokens are taken from the engine's steps, all turns of a step at once. A turn that has ended is told at once, whole,
 since somebody waits for it. Of the others what has come is told every tenth of a second in one message, and more
 rarely when many run, since it is only needed if this worker dies; told by the token, it would cost the gateway
-more than all the rest of the turn. A turn's own mailbox is only watched for how it ends, so nothing here wakes up per
-token.
+more than all the rest of the turn. A turn's own mailbox is not read: it only tells when the engine cannot go on.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from rose.coserve import messages as engine_messages
-from rose.coserve.mailbox import Mailbox
 from rose.engines.base import FinishReason, TokenEvent
 from rose.errors import RoseError, Unavailable
 from rose.front.handle import EngineHandle
@@ -80,7 +80,6 @@ class TurnRunner:
         self.rates = Rates()
         self._engine, self._say, self._now_s = engine, say, now_s
         self._tickets: dict[str, int] = {}  # request id -> ticket, of turns that have not ended
-        self._watchers: dict[str, asyncio.Task[None]] = {}
         self._gathered: dict[int, _Gathered] = {}  # by ticket
         self._full: list[_Gathered] = []  # ended, or followed by those of a newer version of the same turn
         self._timer: asyncio.TimerHandle | None = None
@@ -92,7 +91,7 @@ class TurnRunner:
         return len(self._tickets)
 
     def start(self, turn: Turn) -> None:
-        request = replace(turn.request, arrival_s=self._now_s())
+        request = msgspec.structs.replace(turn.request, arrival_s=self._now_s())
         here = self._engine.facts.version
         try:
             if turn.version is not None and turn.version != here:
@@ -101,9 +100,8 @@ class TurnRunner:
         except RoseError as error:
             self._say(Refused(turn.ticket, engine_messages.fault_of(error)))
             return
-        mailbox.ends_only = True
+        mailbox.on_error = partial(self._refuse, request.request_id)
         self._tickets[request.request_id] = turn.ticket
-        self._watchers[request.request_id] = asyncio.create_task(self._watch(request.request_id, mailbox))
 
     async def evict(self, ticket: int) -> None:
         """The engine ends it with "abort", which is told like any other end."""
@@ -119,7 +117,6 @@ class TurnRunner:
         request_id = f"turn-{ticket}"
         if self._tickets.pop(request_id, None) is not None:
             self._engine.cancel([request_id])
-            self._drop_watcher(request_id)
         self._gathered.pop(ticket, None)
 
     def close(self) -> None:
@@ -129,8 +126,6 @@ class TurnRunner:
             self._timer.cancel()
         self._engine.cancel(list(self._tickets))
         self._tickets.clear()
-        for request_id in list(self._watchers):
-            self._drop_watcher(request_id)
 
     def flush(self) -> None:
         """Tell what has been gathered."""
@@ -178,25 +173,10 @@ class TurnRunner:
         gathered.finish_reason = event.finish_reason
         self._full.append(self._gathered.pop(ticket))
         del self._tickets[event.request_id]
-        self._watchers.pop(event.request_id, None)  # its mailbox wakes it, and it sees that it is done
         return True
-
-    async def _watch(self, request_id: str, mailbox: Mailbox) -> None:
-        """Until the turn ends; only the ends that no step tells of are told from here."""
-        try:
-            while request_id in self._tickets:
-                await mailbox.take(ends=1)
-        except RoseError as error:
-            self._refuse(request_id, error)
 
     def _refuse(self, request_id: str, error: RoseError) -> None:
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
             self.flush()  # what came before is still the turn's
             self._say(Refused(ticket, engine_messages.fault_of(error)))
-        self._watchers.pop(request_id, None)
-
-    def _drop_watcher(self, request_id: str) -> None:
-        watcher = self._watchers.pop(request_id, None)
-        if watcher is not None and watcher is not asyncio.current_task():
-            watcher.cancel()

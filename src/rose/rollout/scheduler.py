@@ -328,7 +328,8 @@ class Scheduler:
         """These were just evicted or lost; the others must compute their prompts anew."""
         if not turns:
             return
-        able = [view for view in self._views.values() if view.is_open and now_s >= view.closed_until_s]
+        views = [view for view in self._views.values() if view.is_open and view.gated_since_s is None]
+        able = [view for view in views if now_s >= view.closed_until_s]
         tokens_s = sum(view.prefill_tok_s or self._stalls.prompt_tok_s(view.name) or PROMPT_TOKENS_S for view in able)
         mean_tokens = sum(turn.view().prompt_tokens for turn in turns) / len(turns)
         self._pacer.survivors(len(able), tokens_s / max(1.0, mean_tokens))
@@ -388,7 +389,7 @@ class Scheduler:
         return piece.finish_reason is not None
 
     def _got_on(self, turn: LiveTurn, member: Member, now_s: float) -> None:
-        quiet_s = now_s - max(turn.progress_s, member.opened_s)
+        quiet_s = member.gate.quiet_s(turn.progress_s, now_s)
         first_of = turn.prompt_there if turn.is_first else None
         self._stalls.moved(member.name, quiet_s, now_s, first_of=first_of)
         turn.progress_s = turn.waiting_since_s = member.progress_s = now_s

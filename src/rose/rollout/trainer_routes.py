@@ -109,6 +109,7 @@ class MemberShown(msgspec.Struct):
     prefill_tok_s: float | None
     decode_tok_s: float | None
     slack_s: float | None
+    shut_s: float | None  # serving has shut its gate for so long, for the moment
     sync_s: float | None  # from the publishing of the version that it runs until it ran it
     seconds: dict[str, float]  # by phase, of taking that version; in `commit` lies the pause
 
@@ -272,6 +273,7 @@ def _shown(member: Member, gateway: Gateway) -> MemberShown:
         prefill_tok_s=beat.prefill_tok_s if beat is not None else None,
         decode_tok_s=beat.decode_tok_s if beat is not None else None,
         slack_s=beat.slack_s if beat is not None else None,
+        shut_s=beat.shut_s if beat is not None else None,
         sync_s=member.sync_s,
         seconds=member.seconds,
     )

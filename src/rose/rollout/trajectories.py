@@ -469,12 +469,12 @@ class Trajectories:
 def digest(prompt_ids: tuple[int, ...], sampling: Sampling, seed: int | None, stops: Sequence[str]) -> str:
     """Of what was asked; `seed` as the caller gave it."""
     asked = [getattr(sampling, name) for name in _ASKED]
-    found = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=DIGEST_BYTES)
+    found = hashlib.blake2b(array("q", prompt_ids), digest_size=DIGEST_BYTES)
     found.update(_encoder.encode((asked, seed, tuple(stops))))
     return found.hexdigest()
 
 
-_ASKED = tuple(name for name in Sampling.__slots__ if name != "seed")
+_ASKED = tuple(name for name in Sampling.__struct_fields__ if name != "seed")
 
 
 def _deliver(told: Sequence[tuple[Mailbox, Sequence[TokenEvent]]], trouble: Unavailable | None) -> None:

@@ -8,9 +8,10 @@ turns of a trajectory to train on are drawn from the whole distribution, since t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aiohttp import web
+from msgspec import structs
 
 from rose.engines.base import Request, Sampling
 from rose.front import chat as device_chat
@@ -54,7 +55,7 @@ async def generate(gateway: Gateway, request: web.Request) -> web.StreamResponse
     engine_request = Request(
         request_id="",
         prompt_ids=turn.prompt_ids,
-        sampling=replace(sampling, seed=seed),
+        sampling=structs.replace(sampling, seed=seed),
         tenant=body.cache_salt or "",
         priority=body.priority or 0,
         arrival_s=request[ARRIVAL],
@@ -176,11 +177,12 @@ async def _answer_in_words(
     check_training(session, choice.request.sampling)
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     # As asked: what "as much as fits" comes to may change with the pool between a request and its repetition.
-    wanted = replace(choice.request.sampling, max_tokens=asked.most or 0)
+    wanted = structs.replace(choice.request.sampling, max_tokens=asked.most or 0)
     turn, seed = session.turn_of(tuple(asked.prompt), wanted, body.seed, stops)
     if asked.messages is not None:
         turn.messages = asked.messages
-    choice.request = replace(choice.request, sampling=replace(choice.request.sampling, seed=seed))
+    sampling = structs.replace(choice.request.sampling, seed=seed)
+    choice.request = structs.replace(choice.request, sampling=sampling)
     response = await _answer(gateway, request, session, turn, choice, form_of(turn), bool(body.stream))
     _note_reply(gateway, turn, choice)
     return response

@@ -9,6 +9,12 @@ found and the engine learns its step times anew. Without a serving engine it is 
 New weights come as they do to every device: the agent's intake (weights.py) fetches and checks them, then asks here to
 stage a folder and to commit it. An engine of which it is not certain what it runs is ended at once and started again
 with the last weights that were whole.
+
+The gateway may have the engine parked while there is no work: its gate is shut, its turns are handed back and its KV
+memory goes to the machine; when it is called back, its cache is let go again, in the time of one wake-up.
+
+Whether serving has shut the gate for the moment is seen in what the engine shows of its steps. Without turns it asks
+its gate nothing, so then nobody knows, and the gate is not called shut.
 """
 
 from __future__ import annotations
@@ -25,7 +31,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rose.core.admission import Mode
+from rose.core.gates import GateWatch
 from rose.coserve import messages
+from rose.coserve.guest import UNWANTED
 from rose.coserve.mailbox import Mailbox
 from rose.engines.base import EngineFacts, Request
 from rose.engines.vllm.desk import Status, Terms
@@ -35,6 +43,7 @@ from rose.engines.vllm.starting import RolloutEngine
 from rose.engines.vllm.worker import VllmWorker, engine_facts
 from rose.errors import ConfigError, ModelError, QueueFull, RequestRefused, RoseError, Unavailable
 from rose.front.tally import Tally
+from rose.rollout.vllm_status import lending_status_of
 
 logger = logging.getLogger("rose.agent")
 
@@ -72,6 +81,10 @@ class VllmSeat:
         self.lending = lending
         self.stopped = ""  # why nothing is lent, by the owner
         self.wishes: dict[str, object] = {"compute_share": lending.compute_share}  # the owner's limits
+        self.memory_share = 1.0  # what the owner lets it have of its KV memory
+        self.is_wanted = True  # by the gateway
+        self.activation_s: float | None = None
+        self.parking_s: float | None = None
         self.restarts = 0
         self._lock = _lock(lending)
         self._process: EngineProcess | None = None
@@ -82,6 +95,7 @@ class VllmSeat:
         self._staged: messages.Stage | None = None
         self._weights: messages.Stage | None = None  # what a new engine must begin with
         self._tally = Tally()
+        self._gate, self._steps_seen, self._looked_s = GateWatch(), 0, 0.0
         self._turns: dict[str, asyncio.Task[None]] = {}
         self._keeper: asyncio.Task[None] | None = None
 
@@ -106,8 +120,11 @@ class VllmSeat:
     def trouble(self) -> Unavailable | None:
         if self._worker is None:
             return self._reason
-        why = self.stopped or self._no_board or self._why_not_lent()
+        why = self.stopped or self._no_board or self._why_parked() or self._why_not_lent()
         return Unavailable(why) if why else None
+
+    def _why_parked(self) -> str:
+        return "" if self.is_wanted else UNWANTED
 
     def _why_not_lent(self) -> str:
         """For longer than a turn should wait here."""
@@ -117,8 +134,23 @@ class VllmSeat:
         return status.lent.resting or (f"learning how long serving's steps take: {missing}" if missing else "")
 
     @property
-    def lending_status(self) -> None:
-        """Of KV memory and slack only the serving engine knows, and its board tells no agent."""
+    def lending_status(self) -> messages.LendingStatus | None:
+        """None for a dedicated worker."""
+        return lending_status_of(self) if self.lending.serving_url else None
+
+    @property
+    def shut_s(self) -> float | None:
+        """As of the last look, which `on_lending` told of."""
+        return self._gate.shut_s(self._looked_s)
+
+    def _look_at_gate(self, now_s: float) -> None:
+        self._looked_s, status = now_s, self.status
+        if status is None or self.trouble is not None or not (status.running or status.waiting):
+            self._gate.forget()
+            return
+        is_let = status.steps != self._steps_seen or (status.gate_open and now_s < status.until_s)
+        self._steps_seen = status.steps
+        self._gate.asked(now_s, is_let=is_let)
 
     @property
     def status(self) -> Status | None:
@@ -146,6 +178,8 @@ class VllmSeat:
                 task.cancel()
 
     async def ask(self, command: messages.Command) -> messages.Reply:
+        if isinstance(command, messages.Want):
+            await self._be_wanted(command.is_wanted)
         worker = self._checked()
         match command:
             case messages.Evict():
@@ -157,7 +191,7 @@ class VllmSeat:
                 await self._commit(worker, command.version)
             case messages.KvBudget():
                 await worker.kv_budget(command.budget_bytes)
-            case messages.GetFacts():
+            case messages.GetFacts() | messages.Want():
                 pass
             case _:
                 raise RequestRefused(f"a rollout engine on vLLM does not know `{type(command).__name__}`")
@@ -168,6 +202,21 @@ class VllmSeat:
         self.wishes |= changes
         if self._worker is not None:
             await self._worker.want(**self._control())
+
+    async def _be_wanted(self, is_wanted: bool) -> None:
+        """Be there, or be parked until there is work; what the owner holds back stays so. Kept over restarts."""
+        if is_wanted == self.is_wanted:
+            return
+        self.is_wanted, began_s = is_wanted, time.monotonic()
+        if self._worker is None:
+            return
+        await self._worker.want(**{"kv_bytes": None, **self._control()})
+        seconds = time.monotonic() - began_s
+        if is_wanted:
+            self.activation_s = seconds
+        else:
+            self.parking_s = seconds
+        self.on_lending()
 
     async def close(self) -> None:
         if self._keeper is not None:
@@ -280,14 +329,17 @@ class VllmSeat:
         if self._worker is not None:
             with suppress(Unavailable):
                 self._worker.wish(**self._control())
+        self._look_at_gate(time.monotonic())
+        self.on_lending()
 
     def _control(self) -> dict[str, object]:
         terms = self.lending.terms(self._board) if self._board is not None else None
         is_dark = bool(self.lending.serving_url) and terms is None
-        why = self.stopped or (self._no_board if is_dark else "")
-        size = 0 if why else ALL
-        until_s = time.monotonic() + LEASE_S
-        return {"tokens": size, "sequences": size, "until_s": until_s, "terms": terms, "stopped": why, **self.wishes}
+        why = self.stopped or (self._no_board if is_dark else "") or self._why_parked()
+        size, until_s = 0 if why else ALL, time.monotonic() + LEASE_S
+        parked = {} if self.is_wanted else {"kv_bytes": 0}
+        grant = {"tokens": size, "sequences": size, "until_s": until_s}
+        return {**grant, "terms": terms, "stopped": why, **self.wishes, **parked}
 
     def _find_board(self) -> None:
         if not self.lending.serving_url:

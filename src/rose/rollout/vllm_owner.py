@@ -1,7 +1,7 @@
 """The owner's controls beside a `vllm serve`: the routes and the status that `rose lend` knows from any lent device.
 
-They listen on the loopback in the agent's process, since the serving port is vLLM's own. KV memory here is the rollout
-engine's alone, so nothing is told of serving's pages; `drain` gives the engine's KV memory back to the machine.
+They listen on the loopback in the agent's process, since the serving port is vLLM's own. `drain` gives the engine's KV
+memory back to the machine; vllm_status.py has what is told.
 
 `/metrics` at the same port has the figures of any lent device and the agent's of weights; as there, it needs no token.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from rose.coserve.messages import DryRunStatus, LendingState, LendingStatus
+from rose.coserve.messages import LendingStatus
 from rose.coserve.owner import DRAINED, PAUSED
 from rose.engines.vllm.desk import Status
 from rose.errors import RequestRefused, RoseError
@@ -22,6 +22,7 @@ from rose.front.metrics import LABEL, mirror_facts
 from rose.front.tokens import check_bearer
 from rose.observe.metrics import CONTENT_TYPE, Metrics
 from rose.rollout.vllm_agent import VllmSeat
+from rose.rollout.vllm_status import lending_status_of
 
 
 class VllmOwner:
@@ -29,8 +30,7 @@ class VllmOwner:
 
     def __init__(self, seat: VllmSeat, token: str) -> None:
         self._seat, self._token = seat, token
-        self._memory_share, self._resumes = 1.0, 0
-        self._is_dry = False
+        self._resumes = 0
         self.metrics = Metrics()
         self._mirror(self.metrics)
 
@@ -55,7 +55,6 @@ class VllmOwner:
             case "resume":
                 await self._resume()
             case "dry-run":
-                self._is_dry = True
                 await self._seat.want(dry_run=True)
             case "limits":
                 await self._limit(body)
@@ -66,7 +65,7 @@ class VllmOwner:
         await self._seat.want(**changes)
 
     async def _resume(self) -> None:
-        self._seat.stopped, self._is_dry = "", False
+        self._seat.stopped = ""
         self._resumes += 1
         await self._seat.want(dry_run=False, resumes=self._resumes, kv_bytes=self._kv_bytes())
 
@@ -75,62 +74,17 @@ class VllmOwner:
             if share is not None and not 0 <= share <= 1:
                 raise RequestRefused(f"a {name} limit of {share} is not a share", hint="give 0 to 1")
         if body.memory_share is not None:
-            self._memory_share = body.memory_share
+            self._seat.memory_share = body.memory_share
             await self._seat.want(kv_bytes=self._kv_bytes())
         if body.compute_share is not None:
             await self._seat.want(compute_share=body.compute_share)
 
     def _kv_bytes(self) -> int | None:
-        whole = self._seat.lending.engine.kv_memory_mb << 20
-        return int(self._memory_share * whole) if self._memory_share < 1 else None
-
-    # Status
+        whole, share = self._seat.lending.engine.kv_memory_mb << 20, self._seat.memory_share
+        return int(share * whole) if share < 1 else None
 
     def status(self) -> LendingStatus:
-        seat, engine = self._seat, self._seat.status or Status(0)
-        lent, trouble = engine.lent, seat.trouble
-        blocks = seat.lending.engine.kv_memory_mb * (1 << 20) // max(1, engine.block_bytes)
-        dry = DryRunStatus(lent.dry_run_s, lent.dry_run_tokens, lent.dry_run_lent_s) if self._is_dry else None
-        return LendingStatus(
-            state=self._state(),
-            why=trouble.what if trouble is not None else engine.why,
-            mode=seat.lending.mode,
-            model="resident" if engine.process_id and engine.kv_blocks_limit else "parked",
-            model_bytes=0,
-            activation_s=None,
-            parking_s=None,
-            running=engine.running,
-            waiting=engine.waiting,
-            lent_steps=lent.steps,
-            lent_tokens=lent.tokens,
-            lent_s=lent.seconds,
-            evictions=engine.evictions,
-            evicted_tokens=engine.evicted_tokens,
-            breaches={kind: lent.breaches.get(kind, 0) for kind in ("step", "ttft", "tpot")},
-            doubtful=lent.doubtful,
-            breaker_trips=lent.breaker_trips,
-            page_bytes=engine.block_bytes,
-            pages=blocks,
-            rollout_pages=engine.kv_blocks_used + engine.kv_blocks_cached,
-            rollout_pages_max=engine.kv_blocks_limit,
-            serving_pages=0,
-            headroom_pages=0,
-            memory_state="apart",
-            lending_stretch=1.0,
-            memory_share=self._memory_share,
-            compute_share=float(seat.wishes.get("compute_share", 1.0)),  # type: ignore[arg-type]
-            dry_run=dry,
-        )
-
-    def _state(self) -> LendingState:
-        seat = self._seat
-        if seat.gave_up.done():
-            return "failed"
-        if seat.status is None:
-            return "activating"
-        if seat.stopped:
-            return "paused" if seat.stopped == PAUSED else "drained"
-        return "dry_run" if self._is_dry else "lending"
+        return lending_status_of(self._seat)
 
     # Figures
 

@@ -66,7 +66,7 @@ class Link:
         self.member: Member | None = None
         self.wire: Wire
         self.is_closed = False
-        self.renewed_s = 0.0
+        self.renewed_s = self.opened_s = 0.0  # its lease; its gate, by its owner and its circuit breaker
         self._outbox: list[ToAgent] = []
 
     def put(self, message: ToAgent) -> None:
@@ -96,6 +96,7 @@ class SimulatedGateway:
         self._links: dict[Link, None] = {}
         self._works: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}
         self._active_s = 0.0
+        self._stalled = 0  # turns of this life that were taken from workers that did not get on
 
     def settings(self) -> GatewaySettings:
         scenario = self._scenario
@@ -122,7 +123,7 @@ class SimulatedGateway:
         if self._books is not None:
             return
         self.write_to_disk(can=True)
-        self._life += 1
+        self._life, self._stalled = self._life + 1, 0
         self._story.tell("gateway", f"starts its life {self._life}")
         self._active_s = self._loop.time()
         self._ledger = WatchedLedger(MODEL, self._connection, self._judge, self.gate)
@@ -216,11 +217,13 @@ class SimulatedGateway:
         caps = {"borrowed": self._scenario.borrowed_max, "dedicated": self._scenario.dedicated_max}
         now_s = self._loop.time()
         for kind, most in caps.items():
-            used = [
-                m for m in self._living().pool if m.kind == kind and m.is_wanted and m.is_offered and not m.draining
-            ]
-            if most is not None and sum(now_s - max(m.joined_s, m.opened_s) > CAP_S for m in used) > most:
+            used = [link for link in self._links if link.member is not None and self._is_used(link.member, kind)]
+            if most is not None and sum(now_s - link.opened_s > CAP_S for link in used) > most:
                 raise Violation(f"{len(used)} {kind} workers are used, {most} are allowed")
+
+    def _is_used(self, member: Member, kind: str) -> bool:
+        is_lent = member.is_wanted and member.is_offered and not member.draining
+        return member.kind == kind and is_lent and self._living().pool.has(member)
 
     def _look(self) -> None:
         """After everything that happens."""
@@ -264,8 +267,10 @@ class SimulatedGateway:
             return
         now_s, books = self._loop.time(), self._living()
         is_alive = books.pool.has(link.member) and now_s - link.renewed_s <= self._scenario.lease_s
-        before = books.scheduler.counts.tokens
+        before, was_open = books.scheduler.counts.tokens, link.member.gate_open
         books.heard(link.member, message, now_s)
+        if link.member.gate_open and not was_open:
+            link.opened_s = now_s
         if not is_alive and books.scheduler.counts.tokens > before:
             raise Violation(f"tokens of {link.name} were accepted, and its lease was over")
         if is_alive and isinstance(message, Beat | VersionReady):
@@ -281,7 +286,7 @@ class SimulatedGateway:
             self._loop.call_soon(self._close, link)
             return
         self._story.tell("gateway", f"takes {link.name} in, version {join.version}")
-        link.member, link.renewed_s = member, now_s
+        link.member, link.renewed_s, link.opened_s = member, now_s, now_s
         member.close = lambda: self._close(link)
         link.put(Welcome(self._scenario.beat_s))
         books.joined(member, now_s)
@@ -297,12 +302,21 @@ class SimulatedGateway:
                 tokens = len(message.request.partial.token_ids)
                 self._story.tell("gateway", f"places {message.ticket} on {link.name}, {tokens} tokens known")
             case Evict() | Cancel():
+                self._check_stall(link)
                 self._story.tell("gateway", f"{type(message).__name__.lower()}s {message.ticket} on {link.name}")
             case NewVersion():
                 self._story.tell("gateway", f"tells {link.name} of version {message.version}")
             case Activate() | Park():
                 self._story.tell("gateway", f"{type(message).__name__.lower()}s {link.name}: {message.why}")
         link.put(message)
+
+    def _check_stall(self, link: Link) -> None:
+        """Who says that its gate is shut has its reason to be quiet."""
+        stalled, member = self._living().scheduler.counts.stalled, link.member
+        beat = member.beat if member is not None else None
+        if stalled > self._stalled and beat is not None and (beat.shut_s is not None or not beat.gate_open):
+            raise Violation(f"{link.name} is called stalled, and had said that its gate is shut")
+        self._stalled = stalled
 
     def _hung_up(self, link: Link) -> None:
         self._links.pop(link, None)

@@ -142,6 +142,7 @@ class LentDevice(SimulatedHandle):
         assert self._memory is not None
         if self._guest.is_here:
             self._memory.observe()
+        self._guest.notice_gate()
         before = self.lender.serving.facts().preemptions
         step = self._step = self.lender.next_step(now_s)
         if self.lender.serving.facts().preemptions > before:

@@ -22,13 +22,10 @@ import hashlib
 import os
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as functional
 
 from rose.core.trajectory import NO_VERSION, Trajectory
 from rose.envs import frozenlake, play
@@ -39,60 +36,21 @@ from rose.errors import ConfigError, Unavailable
 from rose.models.folder import load_model_folder
 from rose.models.presets import write_preset
 from rose.models.tokenizer import Tokenizer
+from rose.train import imitation
 from rose.train import model as trained_model
-from rose.train.batch import Sample, micro_batches
 from rose.train.checkpoint import export_model
+from rose.train.imitation import Game, imitate
 from rose.train.model import CausalModel, use_threads
-from rose.train.step import ADAM_BETAS
+from rose.train.recipes import IMITATION_SEEDS, Recipe, find_recipe
 
-IMITATION_SEEDS = 1 << 41
-"""Maps that are imitated on are neither trained nor evaluated on."""
-
-TOKENS_MAX = 8192  # of a micro-batch, padding included
 NAMES = {ICE: "ice", HOLE: "hole", GOAL: "goal", EDGE: "edge"}
 REMARK_SHARE = 0.35
 """After each remark another one follows this often: lengths fall off like those of real answers, with a long tail."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a warm start is made; all of it is in the digest the checkpoint is kept under."""
-
-    environment: str = "frozenlake"
-    preset: str = "frozenlake-1m"
-    games: int = 320
-    epochs: int = 2
-    rows: int = 8
-    learning_rate: float = 1e-3
-    warm_up_updates: int = 20
-    gradient_norm_max: float = 1.0
-    noise: float = 0.63
-    turns_max: int = 0  # of an imitated game; 0 plays to the end
-    seed: int = 0
-
-
-RECIPES = {
-    "frozenlake": Recipe(),
-    "frozenlake-plan": Recipe(
-        environment="frozenlake-plan",
-        games=520,
-        epochs=1,
-        rows=4,
-        learning_rate=2e-3,
-        warm_up_updates=40,
-        turns_max=5,
-        noise=0.5,
-    ),
-}
-
-
 def warm_start(environment: str = "frozenlake", seed: int = 0, cache: Path | None = None) -> Path:
     """The folder of the warm-started model for an environment, made now if it is not in the cache."""
-    if environment not in RECIPES:
-        raise ConfigError(
-            f"there is no recipe for a warm start on {environment}", hint=f"there are recipes for {', '.join(RECIPES)}"
-        )
-    recipe = Recipe(**{**asdict(RECIPES[environment]), "seed": seed})
+    recipe = replace(find_recipe(environment), seed=seed)
     folder = (cache or cache_folder()) / f"warm-start-{environment}-{_digest(recipe)}"
     return folder if folder.exists() else make_warm_start(recipe, folder)
 
@@ -104,8 +62,8 @@ def make_warm_start(recipe: Recipe, out: Path) -> Path:
         begin = write_preset(recipe.preset, Path(temporary) / "model", recipe.seed)
         model = CausalModel.load(begin)
         folder = load_model_folder(begin)
-        games = expert_games(recipe, ChatFrame(folder.tokenizer, folder.spec.eos_token_ids))
-        imitate(model, games, recipe, action_ids(folder.tokenizer))
+        frame = ChatFrame(folder.tokenizer, folder.spec.eos_token_ids)
+        imitate(model, expert_games(recipe, frame), recipe, action_ids(folder.tokenizer))
         try:
             return export_model(model, begin, out)
         except Unavailable:
@@ -129,21 +87,9 @@ def cache_folder() -> Path:
 def _digest(recipe: Recipe) -> str:
     """Of the recipe, and of the sources that carry it out."""
     digest = hashlib.sha256(f"{recipe} {torch.__version__}".encode())
-    for source in (__file__, trained_model.__file__, frozenlake.__file__, play.__file__):
+    for source in (__file__, imitation.__file__, trained_model.__file__, frozenlake.__file__, play.__file__):
         digest.update(Path(source).read_bytes())
     return digest.hexdigest()[:16]
-
-
-@dataclass(frozen=True, slots=True)
-class Game:
-    """A game of the expert. Of each of its own tokens: what it thought best there, and whether that was a choice.
-
-    Where it chose, it may have done something else, at random.
-    """
-
-    trajectory: Trajectory
-    best_ids: tuple[int, ...]
-    is_choice: tuple[bool, ...]
 
 
 def expert_games(recipe: Recipe, frame: ChatFrame) -> list[Game]:
@@ -208,44 +154,3 @@ def remarks_text(action: str, dice: random.Random) -> str:
     while dice.random() < REMARK_SHARE:
         remarks += f", not {dice.choice([name for name in ACTIONS if name != action])}"
     return remarks
-
-
-def imitate(model: CausalModel, games: Sequence[Game], recipe: Recipe, action_ids: Sequence[int]) -> float:
-    """Learn the expert's words; returns the last loss, in nats per token."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=ADAM_BETAS, weight_decay=0.0)
-    loss_value = float("nan")
-    for update, batch in enumerate(_shuffled_batches(games, recipe), start=1):
-        for group in optimiser.param_groups:
-            group["lr"] = recipe.learning_rate * min(1.0, update / recipe.warm_up_updates)
-        optimiser.zero_grad()
-        loss_value = _accumulate(model, batch, recipe.noise, action_ids)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_norm_max)
-        optimiser.step()
-    return loss_value
-
-
-def _accumulate(model: CausalModel, games: Sequence[Game], noise: float, action_ids: Sequence[int]) -> float:
-    """The gradient of the mean loss per token; halves of a batch, sorted by length, are padded less than the whole."""
-    ordered = sorted(games, key=lambda game: len(game.trajectory.token_ids))
-    tokens = sum(len(game.best_ids) for game in games)
-    half = -(-len(games) // 2)
-    total = 0.0
-    for part in (ordered[:half], ordered[half:]):
-        [batch] = micro_batches([Sample(game.trajectory, 0.0, 0.0) for game in part], len(part), TOKENS_MAX)
-        expected = functional.log_softmax(model.logits(batch.token_ids, batch.scored), dim=-1)
-        best_ids = torch.tensor([token for game in part for token in game.best_ids])
-        is_choice = torch.tensor([choice for game in part for choice in game.is_choice])
-        best = expected.gather(1, best_ids[:, None]).squeeze(1)
-        at_random = expected[:, list(action_ids)].mean(1)
-        loss = -torch.where(is_choice, (1 - noise) * best + noise * at_random, best).sum() / tokens
-        loss.backward()
-        total += float(loss.detach())
-    return total
-
-
-def _shuffled_batches(games: Sequence[Game], recipe: Recipe) -> Iterator[list[Game]]:
-    """Batches of every epoch. They mix lengths: short games are mostly lost ones, and a batch of those misleads."""
-    for epoch in range(recipe.epochs):
-        order = np.random.default_rng((recipe.seed, epoch)).permutation(len(games))
-        for start in range(0, len(order) - recipe.rows + 1, recipe.rows):
-            yield [games[index] for index in order[start : start + recipe.rows]]

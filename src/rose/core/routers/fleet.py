@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from rose.core.routers.views import WorkerView
 
 Column = npt.NDArray[Any]
+Number = TypeVar("Number", float, Column)
 
 PREFILL_TOK_S = 4000.0  # of a worker that says nothing, where none says anything
 DECODE_TOK_S = 40.0
@@ -68,7 +69,7 @@ class Fleet:
     held_tokens: Column
     idle_tokens: Column  # prefixes of trajectories between two turns
     urgency: Column  # summed over the turns there
-    empty_since_s: Column  # means something only while it has no turns
+    empty_since_s: Column  # infinite while it has turns
     busy_until_s: Column  # with prompts that were sent there
     pace: Column  # what turns took there, over what was predicted
     reclaims: Column
@@ -172,10 +173,10 @@ class Fleet:
 
     def book(self, row: int, turns: int, tokens: int, urgency: float, now_s: float) -> None:
         """Turns and what they hold come or, with negative numbers, go."""
-        self.turns[row] += turns
-        self.empty_since_s[row] = now_s
-        self.held_tokens[row] += tokens
-        self.urgency[row] = self.urgency[row] + urgency if self.turns[row] else 0.0
+        there = float(self.turns[row]) + turns
+        self.turns[row], self.held_tokens[row] = there, float(self.held_tokens[row]) + tokens
+        self.empty_since_s[row] = math.inf if there else now_s
+        self.urgency[row] = float(self.urgency[row]) + urgency if there else 0.0
 
     def refresh(self, row: int) -> None:
         """Work out again what follows from this row's facts and books."""
@@ -200,27 +201,31 @@ class Fleet:
         would promise what only the lucky turns get.
         """
         seen = min(PACE_MAX, max(1.0 / PACE_MAX, taken_s / max(predicted_s, 1e-6)))
-        self.pace[row] += (seen - self.pace[row]) * PACE_WEIGHT
+        pace = float(self.pace[row])
+        self.pace[row] = pace + (seen - pace) * PACE_WEIGHT
 
     def expose(self, row: int, seconds: float, reclaims: int, now_s: float) -> None:
-        fade = 0.5 ** (max(0.0, now_s - float(self.told_s[row])) / self.history.half_life_s)
-        self.reclaims[row] = self.reclaims[row] * fade + reclaims
-        self.exposure_s[row] = self.exposure_s[row] * fade + seconds
-        self.told_s[row] = max(now_s, float(self.told_s[row]))
-        self._rate(row)
+        before_s = float(self.told_s[row])
+        told_s = max(now_s, before_s)
+        fade = 0.5 ** ((told_s - before_s) / self.history.half_life_s)
+        seen, exposure_s = float(self.reclaims[row]) * fade + reclaims, float(self.exposure_s[row]) * fade + seconds
+        self.told_s[row], self.reclaims[row], self.exposure_s[row] = told_s, seen, exposure_s
+        since_s = max(0.0, self._rated_s - told_s)
+        self.reclaims_per_s[row] = self._per_s(since_s, seen, exposure_s, float(self.expected_per_s[row]))
 
     def rate(self, now_s: float) -> None:
         """Let what is known of reclaims fade; by whole seconds, so that most decisions need not."""
         second = math.floor(now_s)
         if second != self._rated_s:
             self._rated_s = second
-            self._rate(slice(None))
+            since_s = np.maximum(0.0, second - self.told_s)
+            self.reclaims_per_s = self._per_s(since_s, self.reclaims, self.exposure_s, self.expected_per_s)
 
-    def _rate(self, rows: int | slice) -> None:
+    def _per_s(self, since_s: Number, reclaims: Number, exposure_s: Number, expected_per_s: Number) -> Number:
+        """By what was known so long ago; of one worker or of all."""
         history = self.history
-        fade = np.exp2(np.minimum(0.0, self.told_s[rows] - self._rated_s) / history.half_life_s)
-        seen = self.reclaims[rows] * fade + self.expected_per_s[rows] * history.exposure_s
-        self.reclaims_per_s[rows] = seen / (self.exposure_s[rows] * fade + history.exposure_s)
+        fade = 0.5 ** (since_s / history.half_life_s)
+        return (reclaims * fade + expected_per_s * history.exposure_s) / (exposure_s * fade + history.exposure_s)
 
     def able(self, now_s: float, gate_patience_s: float) -> Column:
         """Open, not asked to be left alone, and its gate not shut for long."""

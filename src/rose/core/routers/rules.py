@@ -54,22 +54,19 @@ class Outlook:
 
 
 def by_cost(fleet: Fleet, turn: Outlook, able: Column, now_s: float, settings: CostSettings) -> Chosen | Wait:
-    room = able & (fleet.room_tokens >= turn.need_tokens)
+    some = room = able & (fleet.room_tokens >= turn.need_tokens)
     if turn.is_tracked:
-        spare = fleet.spare_tokens >= turn.need_tokens
-        spare |= (fleet.turns == 0) & (fleet.empty_since_s <= now_s - settings.empty_s)
-        spare &= room
+        some = fleet.spare_tokens >= turn.need_tokens
+        some |= fleet.empty_since_s <= now_s - settings.empty_s
+        some &= room
         if turn.home >= 0:
-            spare[turn.home] = room[turn.home] = _is_open_to(fleet, turn, now_s)
-        if not spare.any() and room.any():
-            return PROMISED
-        room = spare
-    rows = room.nonzero()[0]
+            some[turn.home] = room[turn.home] = _is_open_to(fleet, turn, now_s)
+    rows = some.nonzero()[0]
     if not len(rows):
-        return full(able)
+        return PROMISED if room.any() else full(able)
     row = int(rows[0])
     if len(rows) > 1:
-        row = int(np.where(room, costs_s(fleet, turn, now_s, settings), np.inf).argmin())
+        row = int(np.where(some, costs_s(fleet, turn, now_s, settings), np.inf).argmin())
     return row, "it holds the prefix" if row == turn.home else "the least cost"
 
 

@@ -13,6 +13,9 @@ written first: a record never names one that is not there. The reader puts both 
 A board belongs to one boot of one process. Its reader holds the process by a descriptor, so that a dead boot is known
 for dead at once and a reused process id is not taken for it. An idle engine writes nothing, so silence proves nothing;
 but an engine that has work and is silent is *stale*. A writer that met an error says so and never writes again.
+
+Who waits for a chance need not look all the time: a bell is rung at every step's end, and another one when there is
+nothing left to do.
 """
 
 from __future__ import annotations
@@ -33,12 +36,14 @@ import msgspec
 
 from rose.core.facts import RunningRequest, ServingView, StepFeatures, WaitingRequest
 from rose.core.passive import FinishedStep, Milestone, MilestoneKind
+from rose.engines.vllm.bell import Bell
 from rose.engines.vllm.mapped import WORD, MappedFile, Ring, Slots, Torn
 from rose.errors import Unavailable
 
-LAYOUT = 2
+LAYOUT = 3
 HEAD_BYTES = 4096
 OFF_WORD, OFF_BYTES = 256, 1024  # where in the head the writer says that it has stopped, and why
+IDLE_WORD = 448  # how often serving ran out of work
 WAITING_SHOWN = 64  # admission closes long before this many wait
 RUNNING_SHOWN = 1024
 STEPS_KEPT, STEP_VALUES = 512, 10
@@ -99,6 +104,7 @@ class BoardWriter:
         self._views = Slots(self._file, _VIEW_AT, _VIEW_BYTES)
         self._steps = Ring(self._file, _STEPS_AT, STEPS_KEPT, STEP_VALUES)
         self._milestones = Ring(self._file, _MILESTONES_AT, MILESTONES_KEPT, MILESTONE_VALUES)
+        self._stepped, self._idle = Bell(self._file, _STEPS_AT // WORD), Bell(self._file, IDLE_WORD)
         self._number = self._view_slot = 0
 
     def busy_since(self, began_s: float) -> None:
@@ -112,6 +118,7 @@ class BoardWriter:
         self._number += is_view
         self._steps.append(*step, self._view_slot, self._number, kv_used_blocks, together)
         self._file.floats[BUSY_WORD] = busy_since_s
+        self._stepped.ring()
 
     def milestone(self, kind: MilestoneKind, key: int, at_s: float, tokens: int = 0) -> None:
         self._milestones.append(kind, key, at_s, tokens)
@@ -130,11 +137,15 @@ class BoardWriter:
         An array of floats is taken as it is; of anything else one is made first.
         """
         self._number += 1
-        waiting, running = waiting[: 2 * WAITING_SHOWN], running[: 3 * RUNNING_SHOWN]
+        waiting = waiting if len(waiting) <= 2 * WAITING_SHOWN else waiting[: 2 * WAITING_SHOWN]
+        running = running if len(running) <= 3 * RUNNING_SHOWN else running[: 3 * RUNNING_SHOWN]
         sizes = (len(waiting), len(running), self._number, together)
         fixed = _FIXED.pack(now_s, self._milestones.number, kv_used_blocks, *sizes, *last)
         parts = [part if isinstance(part, array) else array("d", part) for part in (waiting, running)]
         self._view_slot = self._views.write(b"".join((fixed, *parts)))
+        if not waiting and not running:
+            self._file.words[IDLE_WORD] += 1
+            self._idle.ring()
 
     def turn_off(self, why: str) -> None:
         """Nothing will be written any more, and readers know why."""
@@ -182,6 +193,7 @@ class BoardReader:
         self._views = Slots(self._file, _VIEW_AT, _VIEW_BYTES)
         self._steps = Ring(self._file, _STEPS_AT, STEPS_KEPT, STEP_VALUES)
         self._milestones = Ring(self._file, _MILESTONES_AT, MILESTONES_KEPT, MILESTONE_VALUES)
+        self.stepped, self.idle = Bell(self._file, _STEPS_AT // WORD), Bell(self._file, IDLE_WORD)
         self._steps_seen = self._milestones_seen = 0
         self._arrivals: deque[tuple[int, WaitingRequest]] = deque(maxlen=WAITING_SHOWN)
 
@@ -201,16 +213,6 @@ class BoardReader:
     def busy_since_s(self) -> float:
         """When the step began that has not ended yet; infinite if none runs."""
         return self._file.floats[BUSY_WORD] or math.inf
-
-    @property
-    def has_news(self) -> bool:
-        """Whether `look` would find a record that it has not told yet; the cheapest of all questions."""
-        return self._milestones.number != self._milestones_seen or self._steps.number != self._steps_seen
-
-    def glance(self) -> bool:
-        """Whether serving seems to have no work: cheap, and now and then wrong, so for hints only."""
-        values = self._views.peek(FIXED_VALUES)
-        return values[3] == values[4] == 0 and values[1] == self._milestones.number
 
     def why_dark(self, seen: Seen | None, now_s: float) -> str:
         """Why what the board shows cannot be relied on, or an empty text."""

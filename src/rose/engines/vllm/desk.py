@@ -13,6 +13,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from rose.core.admission import Mode
+from rose.engines.vllm.bell import Bell
 from rose.engines.vllm.mapped import MappedFile, Slots
 from rose.errors import Unavailable
 
@@ -59,6 +60,7 @@ class Lent(msgspec.Struct, frozen=True):
     requests: int = 0  # of serving, that ended
     attained: int = 0  # of those, within both budgets
     missing: str = ""  # what must be seen before anything is lent
+    closed_s: dict[str, float] = {}  # for how long rollouts waited at the gate, by the reason
     resting: str = ""  # why the circuit breaker has stopped lending for a while
     dry_run_tokens: int = 0
     dry_run_lent_s: float = 0.0
@@ -113,13 +115,20 @@ class Sheet(Generic[Message]):
         except (OSError, ValueError) as error:
             raise Unavailable(f"there is nothing at {path}: {error}") from error
         self._slots = Slots(self._file, 0, MESSAGE_BYTES_MAX)
+        self._bell = Bell(self._file, 0)  # whose number is the newest message's
 
     @property
     def number(self) -> int:
         return self._slots.number
 
     def write(self, message: Message) -> int:
-        return self._slots.write(msgspec.msgpack.encode(message))
+        number = self._slots.write(msgspec.msgpack.encode(message))
+        self._bell.ring()
+        return number
+
+    def wait(self, number: int, timeout_s: float) -> None:
+        """Until there is another message than this one, or for so long."""
+        self._bell.wait(number, timeout_s)
 
     def read(self) -> tuple[int, Message | None]:
         """(0, None) before anything was written. Raises Torn."""

@@ -2,7 +2,8 @@
 
 Two things must agree. The agent's grant, read from the desk, which expires: a dead agent is a closed gate. And, beside
 a serving engine, what `core.passive` decides from its board: a dead engine, a stale board, one that shows nothing or
-whose steps are not known yet is a closed gate. Both are read anew before every step.
+whose steps are not known yet is a closed gate. Both are read anew before every step. While it is closed nobody polls:
+threads that only wait are told by a bell when the agent has written something, or serving has.
 
 A new boot of the serving engine is another board: what its steps cost is learnt again. What is known of the rollout
 engine's own steps stays.
@@ -29,16 +30,24 @@ from rose.core.slo import Budgets
 from rose.engines.vllm.board import BoardReader, Seen
 from rose.engines.vllm.desk import Control, Lent, Sheet, Terms
 from rose.engines.vllm.mapped import Torn
+from rose.engines.vllm.stalled import Stalled
 from rose.errors import RoseError
 
 SAFE_MODES = ("idle", "decode")  # what is there to compare with keeps no promise that a breaker could watch over
+REASONS_MAX = 32  # that are told apart
 
 
 class Gate:
-    """By the rollout engine's own thread; only `is_worth_asking` may be called from another one."""
+    """By the rollout engine's own thread; only what begins with `wait` may be called from another one."""
 
     def __init__(
-        self, control: Sheet[Control], *, step_tokens: int, sequences: int, now_s: Callable[[], float] = time.monotonic
+        self,
+        control: Sheet[Control],
+        *,
+        step_tokens: int,
+        sequences: int,
+        now_s: Callable[[], float] = time.monotonic,
+        stalled_s: Callable[[], float] | None = None,
     ) -> None:
         self.control = Control()
         self.control_number = 0
@@ -49,35 +58,63 @@ class Gate:
         self._beside: _Beside | None = None
         self._ration = Ration()
         self._no_board = ""
-        self._began: tuple[float, StepFeatures, float] | None = None
+        self._began: tuple[float, StepFeatures, float, float] | None = None
+        self._stalled_s = stalled_s or Stalled().seconds
+        self._stalled_before_s = 0.0  # when it was last asked
+        self._closed: tuple[str, float] | None = None
+        self._closed_s: dict[str, float] = {}
 
     # Asking
 
     def ask(self, rollouts: RolloutView) -> Grant:
         """What may run now; closed with the reason, or open."""
-        now_s = self._now_s()
+        now_s, self._stalled_before_s = self._now_s(), self._stalled_s()
         self.obey()
-        self.last_grant = self._decide(rollouts, now_s)
-        return self.last_grant
+        if self._beside is not None:
+            self._beside.listen()
+        self.last_grant = grant = self._decide(rollouts, now_s)
+        self._note(grant, rollouts, now_s)
+        return grant
 
     def attend(self) -> None:
         """Now and then while there is nothing to run: learn from what serving does, obey the agent."""
         self.obey()
         if self._beside is not None:
             self._beside.look()
-            self._beside.lending.refit_if_due()
+        self.refit_if_due()
+
+    def refit_if_due(self) -> None:
+        """While nothing runs: it takes milliseconds."""
+        if self._beside is not None:
+            self._beside.lending.serving.refit_if_due()
         self._rollout.refit_if_due()
 
-    def is_worth_asking(self) -> bool:
-        """Whether the answer may have changed since the last time; a glance, from a thread that only waits."""
-        if self._sheet.number != self.control_number:
-            return True
+    @property
+    def has_word(self) -> bool:
+        """Whether the agent has written something that is not obeyed yet."""
+        return self._sheet.number != self.control_number
+
+    def wait_for_word(self, timeout_s: float) -> bool:
+        """Whether the agent has written something new, within this time at most."""
+        self._sheet.wait(self.control_number, timeout_s)
+        return self.has_word
+
+    def wait_for_news(self, timeout_s: float, *, is_keen: bool) -> bool:
+        """Whether serving has shown what may open the gate since it was asked; if not keen, only if it does so now."""
         beside = self._beside
         if beside is None:
+            time.sleep(timeout_s)
             return False
-        if beside.lending.admission.mode == "idle":
-            return beside.board.glance()
-        return beside.board.has_news or beside.board.glance()
+        return beside.wait(timeout_s, is_keen=is_keen)
+
+    def _note(self, grant: Grant, rollouts: RolloutView, now_s: float) -> None:
+        """For how long they waited, and why."""
+        if self._closed is not None:
+            why, since_s = self._closed
+            known = why if why in self._closed_s or len(self._closed_s) < REASONS_MAX else "other"
+            self._closed_s[known] = self._closed_s.get(known, 0.0) + now_s - since_s
+        is_waiting = rollouts.decoding + rollouts.prompt_tokens > 0 and not grant.is_open(now_s)
+        self._closed = (grant.reason.partition(":")[0], now_s) if is_waiting else None
 
     def _decide(self, rollouts: RolloutView, now_s: float) -> Grant:
         control = self.control
@@ -147,23 +184,24 @@ class Gate:
 
     def began(self, features: StepFeatures, began_s: float) -> None:
         model = self._rollout.model
-        self._began = (began_s, features, model.upper(features))  # infinite while it is not calibrated
+        upper_s = model.upper(features)  # infinite while it is not calibrated
+        self._began = (began_s, features, upper_s, self._stalled_before_s)
 
     def ended(self) -> None:
         """The step that began last has ended now."""
         if self._began is None:
             return
-        (began_s, features, upper_s), self._began = self._began, None
-        now_s = self._now_s()
+        (began_s, features, upper_s, before_s), self._began = self._began, None
+        now_s, stalled_s = self._now_s(), self._stalled_s() - before_s
         step = FinishedStep(began_s, now_s, features)
         if self._beside is None:
-            self._rollout.observe(features, step.seconds)
+            self._rollout.observe(features, step.seconds - stalled_s)
             return
         self._ration.spend(step.seconds, now_s)
-        self._beside.lent(step, upper_s)
+        self._beside.lent(step, upper_s, stalled_s)
 
     def lent(self) -> Lent:
-        return self._beside.account(self._now_s()) if self._beside is not None else Lent()
+        return self._beside.account(self._now_s(), dict(self._closed_s)) if self._beside is not None else Lent()
 
 
 class _Beside:
@@ -175,6 +213,7 @@ class _Beside:
         self._breaches: Counter[str] = Counter()
         self._dry_run: DryRun | None = None
         self._seen: Seen | None = None
+        self._rung = (0, 0)  # how often each bell had, when it was last asked
 
     def obey(self, before: Control, control: Control, now_s: float) -> None:
         if control.dry_run and self._dry_run is None:
@@ -205,18 +244,32 @@ class _Beside:
             self._count(self.lending.milestones_seen(seen.milestones, seen.lost))
         return True
 
-    def lent(self, step: FinishedStep, upper_s: float) -> None:
+    def listen(self) -> None:
+        """Whatever rings from now on may change what is decided now."""
+        self._rung = (self.board.idle.number, self.board.stepped.number)
+
+    def wait(self, timeout_s: float, *, is_keen: bool) -> bool:
+        """By another thread, which may find the board closed."""
+        is_any = is_keen and self.lending.admission.mode != "idle"
+        bell = self.board.stepped if is_any else self.board.idle
+        with suppress(ValueError):
+            rung = self._rung[is_any] if is_keen else bell.number
+            bell.wait(rung, timeout_s)
+            return bell.number != rung
+        return False
+
+    def lent(self, step: FinishedStep, upper_s: float, stalled_s: float) -> None:
         busy_since_s, seen = self.board.busy_since_s, None
         with suppress(Torn):  # what this look would have told comes with the next
             self._seen = seen = self.board.look()
         if seen is not None:
             self.lending.steps_seen(seen.steps, lending_since_s=step.began_s)
-        breach = self.lending.lent(step, upper_s, busy_since_s)
+        breach = self.lending.lent(step, upper_s, busy_since_s, stalled_s)
         self._count([breach] if breach is not None else [])
         if seen is not None:
             self._count(self.lending.milestones_seen(seen.milestones, seen.lost))
 
-    def account(self, now_s: float) -> Lent:
+    def account(self, now_s: float, closed_s: dict[str, float]) -> Lent:
         lending, dry_run = self.lending, self._dry_run
         breaker = lending.admission.breaker
         return Lent(
@@ -229,6 +282,7 @@ class _Beside:
             requests=lending.requests,
             attained=lending.attained,
             missing=lending.serving.missing,
+            closed_s=closed_s,
             resting=(breaker.why_stopped(now_s) or "") if breaker is not None else "",
             dry_run_tokens=dry_run.tokens if dry_run is not None else 0,
             dry_run_lent_s=dry_run.lent_s if dry_run is not None else 0.0,

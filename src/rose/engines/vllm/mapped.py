@@ -19,6 +19,8 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 WORD = 8
 _checksum = zlib.adler32  # not a CRC: its tables are never in a cache when a step ends, and cost more than all the rest
 SLOTS = 4  # a reader is overtaken only if the writer goes round all of them during one copy
@@ -43,6 +45,7 @@ class MappedFile:
             os.close(descriptor)
         self.words = memoryview(self.bytes).cast("Q")
         self.floats: memoryview[float] = memoryview(self.bytes).cast("d")
+        self.address = int(np.frombuffer(self.bytes, np.uint8).ctypes.data)  # for the kernel, as long as it is open
 
     @classmethod
     def create(cls, path: Path, size_bytes: int, fill: Callable[[MappedFile], None]) -> MappedFile:
@@ -111,11 +114,6 @@ class Slots:
             if words[head] == number and _checksum(message, number & 0xFFFFFFFF) == checksum:
                 return number, message
         raise Torn
-
-    def peek(self, count: int) -> list[float]:
-        """The first floats of what is probably the newest message, unchecked."""
-        start = self._first + (self._file.words[self._newest] % SLOTS) * self._stride + SLOT_HEAD_BYTES
-        return list(self._file.floats[start // WORD : start // WORD + count])
 
 
 class Ring:

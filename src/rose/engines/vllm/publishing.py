@@ -96,7 +96,7 @@ class Publisher:
         self._is_changed = False  # since the last view
         self._is_ahead = False  # a step was scheduled since the last one was told
         self._keys = 0
-        self._under_way: deque[tuple[float, _Shape, bool]] = deque()  # since when, and is it plain: see `_plan`
+        self._under_way: deque[tuple[float, _Shape, bool, bool]] = deque()  # since when, and what `_plan` said
         self._last: Told = NO_STEP
         board.view(now_s(), (), (), 0)
 
@@ -135,22 +135,22 @@ class Publisher:
         queued = len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
         is_same = queued == len(self._waiting.names) + self._unlisted and not self._prompts
         if is_same and len(counts) == len(self._decoding.names):
-            shape, is_plain = self._plan(counts, (), scheduler.requests)
+            plan = self._plan(counts, (), scheduler.requests)
         else:
             others = counts.keys() - self._decoding.index.keys()
             self._begin(others, scheduler.requests)
             self._list_waiting(scheduler)
-            shape, is_plain = self._plan(counts, others, scheduler.requests)
-        self._is_ahead, self._is_mixed = True, self._is_mixed or not is_plain
-        self._under_way.append((began_s, shape, is_plain))
+            plan = self._plan(counts, others, scheduler.requests)
+        self._is_ahead, self._is_mixed = True, self._is_mixed or not plan[1]
+        self._under_way.append((began_s, *plan))
         if len(self._under_way) == 1:
             self._board.busy_since(began_s)
 
     def stepped(self, scheduler: Any, counts: Mapping[str, int]) -> None:
         """Its output was taken."""
-        now_s, before_s, is_plain = self._now_s(), self._last[1], True
+        now_s, before_s, is_plain, is_whole = self._now_s(), self._last[1], True, False
         if counts:
-            began_s, shape, is_plain = self._under_way.popleft()
+            began_s, shape, is_plain, is_whole = self._under_way.popleft()
             self._last = (began_s if began_s > before_s else before_s, now_s, *shape)
             self._together += 1
         if len(scheduler.requests) != len(self._tracked):
@@ -159,7 +159,7 @@ class Publisher:
             self._prompts_went_on(counts, now_s)
         decoding, self._is_ahead = self._decoding, False
         if counts and is_plain:
-            is_plain = not self._is_mixed and decoding.index.keys() <= counts.keys()
+            is_plain = not self._is_mixed and (is_whole or decoding.index.keys() <= counts.keys())
         if not is_plain or len(decoding.names) + len(self._prompts) != len(scheduler.running):
             self._list_running(scheduler.running, counts, before_s)
             self._list_waiting(scheduler)
@@ -174,8 +174,11 @@ class Publisher:
 
     def _plan(
         self, counts: Mapping[str, int], others: Iterable[str], requests: Mapping[str, Any]
-    ) -> tuple[_Shape, bool]:
-        """The shape of a step, and whether all who decode have one new token in it; `others` do not decode yet."""
+    ) -> tuple[_Shape, bool, bool]:
+        """The shape of a step, whether who decodes has one new token in it, and whether all of them will be in it.
+
+        `others` do not decode yet. Behind another step that is not known: some of them may decode after that one.
+        """
         many, decoding = len(counts), self._decoding
         new_tokens, further, further_read, by_context = sum(counts.values()), 0, 0, 0
         for name in others:
@@ -183,9 +186,9 @@ class Publisher:
             further, further_read = further + count, further_read + computed
             by_context += count * (computed - count) + count * (count + 1) // 2
         if self._is_ahead or many != len(decoding.names) or new_tokens != many + further:
-            return _shape_of(counts, requests), new_tokens == many + further
+            return _shape_of(counts, requests), new_tokens == many + further, False
         read = decoding.tokens + many * (self._together + 1)
-        return (new_tokens, read + further_read, read + by_context, len(counts)), True
+        return (new_tokens, read + further_read, read + by_context, len(counts)), True, not self._under_way
 
     def _show(self, now_s: float, used_blocks: int, *, has_stepped: bool) -> None:
         is_view = self._is_changed or not has_stepped

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -40,7 +41,8 @@ parking.install()
 
 WAITING_SHOWN = 64
 TELL_S = 0.1  # an engine that stands still says how it is no more often than this
-ATTEND_S = 0.25
+ASK_S = 0.25  # with rollouts waiting, however little was shown: grants begin and end by time too
+ATTEND_S = 0.5  # without any: serving's steps are learnt from all the same, and the board keeps 512
 
 
 class _Gated:
@@ -61,13 +63,14 @@ class _Gated:
         self._sheet = status_sheet(folder, create=True)
         self._status = Status(os.getpid())
         self._core: Any = None
-        self._alarm: parking.Alarm | None = None
+        self._is_parked = threading.Event()
         self._kv_bytes: int | None = None
         self._evicted: list[Any] = []  # whose clients are not told yet
         self._is_stepping = False
         self._version, self._swaps = "", 0
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._live: dict[str, tuple[int, int]] = {}
+        self._cached: tuple[tuple[int, ...], int] = ((), 0)
         self._told_s = self._attended_s = 0.0
         self._tell("idle")
 
@@ -76,8 +79,8 @@ class _Gated:
         if self._core is core:
             return
         self._core = core
-        self._alarm = parking.Alarm(core, self._has_work, self._gate.is_worth_asking)
-        self._alarm.start()
+        for is_due in (self._is_word_due, self._is_news_due):
+            parking.Alarm(core, self._is_parked, is_due).start()
 
     # Parking
 
@@ -90,13 +93,26 @@ class _Gated:
         if not super().has_requests():  # type: ignore[misc]
             self._attend()
             return self._has_errand() or self._parked("idle")
-        if self._has_work() and self._gate.ask(self._rollouts()).is_open(time.monotonic()):
+        if self._has_work() and self._is_open():
             return True
+        self._gate.refit_if_due()
         return self._has_errand() or self._parked("parked")
 
+    def _is_open(self) -> bool:
+        """By the moment of asking: what time the answer took is the step's own, and `schedule` asks again."""
+        asked_s = time.monotonic()
+        return self._gate.ask(self._rollouts()).is_open(asked_s)
+
+    def _is_word_due(self) -> bool:
+        return self._gate.wait_for_word(ATTEND_S)
+
+    def _is_news_due(self) -> bool:
+        has_work = self._has_work()
+        self._gate.wait_for_news(ASK_S, is_keen=has_work)
+        return has_work or time.monotonic() - self._attended_s >= ATTEND_S
+
     def _parked(self, state: State) -> bool:
-        if self._alarm is not None:
-            self._alarm.is_parked = True
+        self._is_parked.set()
         is_news = state != self._status.state or self._gate.control_number != self._status.done
         if is_news or time.monotonic() - self._told_s > TELL_S:  # the agent may wait for its word to be done
             self._tell(state)
@@ -111,7 +127,7 @@ class _Gated:
 
     def _attend(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._attended_s > ATTEND_S or self._gate.is_worth_asking():
+        if now_s - self._attended_s >= ATTEND_S or self._gate.has_word or self._has_work():
             self._attended_s = now_s
             self._gate.attend()
             self._gate.ask(self._rollouts())
@@ -127,6 +143,7 @@ class _Gated:
         output = self._limited(grant.tokens if is_open else 0, grant.sequences, throttle_prefills)
         counts, requests = output.num_scheduled_tokens, self.requests  # type: ignore[attr-defined]
         if counts:
+            self._is_parked.clear()
             self._is_stepping = True
             self._gate.began(features_of(counts, requests), began_s)
             self._count_scheduled(output, requests)
@@ -233,6 +250,7 @@ class _Gated:
         self._balloon.resize(self._balloon.blocks)
         done = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
         self._balloon.resize(limit)
+        self._cached = ((), 0)
         return bool(done)
 
     # Weights
@@ -286,7 +304,7 @@ class _Gated:
             waiting=len(self.waiting) + len(self.kv_holding_waiting),  # type: ignore[attr-defined]
             kv_blocks_limit=balloon.limit,
             kv_blocks_used=balloon.used,
-            kv_blocks_cached=balloon.cached if state != "running" else self._status.kv_blocks_cached,
+            kv_blocks_cached=self._cached_blocks(state),
             block_tokens=self.block_size,  # type: ignore[attr-defined]
             block_bytes=self._block_bytes,
             max_context_tokens=self.max_model_len,  # type: ignore[attr-defined]
@@ -296,6 +314,14 @@ class _Gated:
         )
         self._sheet.write(self._status)
         self._live = {name: made for name, made in self._live.items() if name in self.requests}  # type: ignore[attr-defined]
+
+    def _cached_blocks(self, state: State) -> int:
+        """Counted when it stands still, and only if anything has happened since: it looks at every block."""
+        requests = len(self.requests)  # type: ignore[attr-defined]
+        happened = (self._counts["steps"], self._counts["evictions"], requests, self._balloon.held)
+        if state != "running" and happened != self._cached[0]:
+            self._cached = (happened, self._balloon.cached)
+        return self._cached[1]
 
 
 _COUNTERS = (

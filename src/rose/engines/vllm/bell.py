@@ -1,0 +1,65 @@
+"""A bell between processes: who waits for a number in a mapped file to grow sleeps in the kernel until it is rung.
+
+Ringing is one system call of a microsecond, which waits for nobody, whether anybody listens or not (a futex of Linux).
+The kernel compares the number before it lets anybody sleep, so that no ring is missed. Where it has no such call, or
+forbids it, who waits looks again every few milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import time
+from functools import partial
+
+from rose.engines.vllm.mapped import WORD, MappedFile
+
+POLL_S = 0.004  # without the system call
+FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine())  # machines on which low bytes come first
+WAIT, WAKE, ALL = 0, 1, 0x7FFFFFFF
+EXPECTED = (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)  # rung already, disturbed, too long
+
+_call = ctypes.CDLL(None, use_errno=True).syscall
+_call.restype = ctypes.c_long
+_call.argtypes = (
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_uint32,
+)
+
+
+class _Seconds(ctypes.Structure):
+    _fields_ = (("whole", ctypes.c_long), ("nano", ctypes.c_long))
+
+
+class Bell:
+    """On the number in one 8-byte unit of a file. Its writer rings after the number has grown."""
+
+    def __init__(self, file: MappedFile, word: int) -> None:
+        self._file, self._word = file, word
+        self._address = file.address + word * WORD
+        self._wake = partial(_call, FUTEX or 0, self._address, WAKE, ALL, None, None, 0)
+
+    @property
+    def number(self) -> int:
+        return self._file.words[self._word]
+
+    def ring(self) -> None:
+        if FUTEX is not None:
+            self._wake()
+
+    def wait(self, number: int, timeout_s: float) -> None:
+        """Until it is another one than this, or for so long; now and then for less."""
+        if FUTEX is not None and timeout_s > 0:
+            limit = _Seconds(int(timeout_s), int(timeout_s % 1 * 1e9))
+            low = number & 0xFFFFFFFF
+            if _call(FUTEX, self._address, WAIT, low, ctypes.byref(limit), None, 0) == 0:
+                return
+            if ctypes.get_errno() in EXPECTED:
+                return
+        time.sleep(max(0.0, min(timeout_s, POLL_S)))

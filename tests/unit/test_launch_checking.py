@@ -1,0 +1,36 @@
+"""What is sure to fail is said before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rose.cli.main import main
+from rose.envs.alfworld import connection
+from rose.errors import ConfigError
+from rose.launch.checking import check_start
+from rose.launch.settings import load_run_settings
+from rose.models.presets import write_preset
+
+
+def test_what_is_shipped_can_be_started():
+    profiles = ("default", "rollout-heavy")
+    assert [check_start(load_run_settings(None, [f"profile={profile}"])) for profile in profiles] == [None, None]
+
+
+def test_an_extra_that_is_not_installed_is_told_by_the_command_itself(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(connection, "PACKAGES", ("no_such_alfworld",))
+    model = write_preset("qwen3-3m", tmp_path / "model", seed=0)
+    assert main(["run", "--set", "environment=alfworld", "--set", f"rollout_model={model}"]) == 2
+    told = capsys.readouterr().err
+    assert "no_such_alfworld" in told and "pip install 'rose-rl[alfworld]'" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "no run was begun"
+
+
+def test_a_task_without_a_warm_start_needs_a_model(tmp_path: Path):
+    with pytest.raises(ConfigError, match="the model to train has to be given"):
+        check_start(load_run_settings(None, ["environment=frozenlake-8x8"]))
+    model = write_preset("frozenlake-1m", tmp_path / "model", seed=0)
+    check_start(load_run_settings(None, ["environment=frozenlake-8x8", f"rollout_model={model}"]))

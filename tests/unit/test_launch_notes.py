@@ -1,0 +1,77 @@
+"""What a reader of a run must know and no figure says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from tests.unit.launch_lines import run_lines, step
+
+from rose.core.groups import StepGroups
+from rose.core.staleness import Unmet
+from rose.launch.asynchronous import AsynchronousJob
+from rose.launch.job import shown_played
+from rose.launch.notes import notes_of
+from rose.launch.rollouts import Played
+
+UNMET = {"kind": "unmet", "groups": 3, "versions": 5, "max_staleness": 1, "speed_needed": 3.0}
+
+
+@pytest.mark.parametrize(
+    "story, lines, expected",
+    [
+        ("all was well", [step(1, 0.0)], []),
+        ("late", [{"kind": "lending", "breaches": {"ttft": 2, "tpot": 1, "step": 9}}],
+         ["3 requests of users came late because the device was lent"]),
+        ("late steps alone", [{"kind": "lending", "breaches": {"step": 9}}], []),
+        ("starved", [step(1, 0.0, verdict="starved"), step(2, 9.0)], ["1 of 2 steps had no group to learn from"]),
+        ("a verdict of another version", [step(1, 0.0, verdict="bored")], ["1 of 1 step ended as bored"]),
+        ("environments", [step(1, 0.0, episodes_failed=5, failures={"ice": 4, "wind": 1}), step(2, 9.0, failures={})],
+         ["5 episodes given up because their environment or agent failed; most often: ice"]),
+        ("by the seed", [step(n, 0.0, episodes_failed=1, failures={f"reset({n}): ice": 1}) for n in (4, 5)],
+         ["2 episodes given up because their environment or agent failed; most often: reset(4): ice"]),
+        ("an older run", [step(1, 0.0, episodes_failed=1)],
+         ["1 episode given up because their environment or agent failed"]),
+        ("held-out games", [{"kind": "evaluation", "episodes_failed": 2, "failures": {"fog": 2}}],
+         ["2 held-out games not played, and counted as not won; most often: fog"]),
+        ("killed", [{"kind": "death", "role": "gateway", "is_restarted": True}] * 2,
+         ["gateway died and was started again, 2 times"]),
+        ("the end", [{"kind": "death", "role": "traffic", "is_restarted": False}], []),
+        ("shut", [{"kind": "closed", "worker": "borrowed", "why": "late"}, {"kind": "rest", "why": "late"}],
+         ["worker borrowed took no turns for a while: late (2 times)"]),
+        ("behind", [{"kind": "behind", "worker": "a", "why": why} for why in ("slow", "gone")],
+         ["worker a was late with 2 versions of the weights; the last time: gone"]),
+        ("most important first", [UNMET, {"kind": "lending", "breaches": {"ttft": 1}}],
+         ["1 request of users came late because the device was lent",
+          "the last 3 groups were too old to learn from: 5 versions, where asynchrony.max_staleness is 1; rollouts "
+          "would have to be 3.0 times as quick; or set asynchrony.max_staleness=5, or train on more groups a step"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_notes(story, lines, expected):
+    assert notes_of(lines) == expected, story
+
+
+def test_a_run_of_the_tests_has_one_death():
+    assert notes_of(run_lines()) == ["dedicated died and was started again"]
+
+
+def test_a_bound_that_cannot_be_met_is_said_and_written_down_with_the_rate_it_needs():
+    said, lines = [], []
+    pool = SimpleNamespace(last=SimpleNamespace(at_s=30.0), counts={"tokens": 2500})
+    job = AsynchronousJob(
+        None, SimpleNamespace(record=lambda kind, **line: lines.append({"kind": kind} | line)), None, None, None, pool,
+        None, None, SimpleNamespace(say=said.append), dict, began=(10.0, 500),
+    )  # fmt: skip
+    job._say_unmet(Unmet(3, 5, 1, 3.0))
+    [words] = said
+    assert "3.0 times as quick (300 tokens/s instead of 100)" in words and "asynchrony.max_staleness=5" in words
+    assert lines[0]["tokens_per_s"] == 100.0 and notes_of(lines) == [words.strip()]
+    assert notes_of([*lines, *lines]) == [f"2 times: {words.strip()}"]
+
+
+def test_a_step_tells_the_commonest_failures():
+    failures = ["ice"] * 3 + ["wind"] * 2 + [f"reset({seed}): fog" for seed in (7, 3, 12, 1)] + ["rain"]
+    line = shown_played(Played([], StepGroups(), failures=failures))
+    assert line["episodes_failed"] == 10
+    assert line["failures"] == {"reset(7): fog": 4, "ice": 3, "wind": 2}, "whatever the seed"

@@ -1,0 +1,206 @@
+"""A lent device in trouble: whatever the rollouts' side does, serving gets its tokens and the owner is obeyed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit import test_lent as whole
+from tests.unit.test_lent import Device, alone, ask, long_requests, requests_of
+
+from rose.core.latency import LatencyModel
+from rose.coserve import link, messages
+from rose.engines.base import Request, Sampling
+
+folders, device = whole.folders, whole.device
+
+
+@pytest.fixture(scope="module")
+def latencies() -> list[LatencyModel]:
+    """Near enough for budgets of seconds, and nobody waits for a profile."""
+    return [LatencyModel((0.001, 1e-4, 0.0, 0.0, 0.0)) for _ in range(2)]
+
+
+def wordy(tag: str, count: int) -> list[Request]:
+    """Each answer is some fifty thousand bytes on the socket."""
+    sampling = Sampling(max_tokens=200, ignore_eos=True, seed=5, top_logprobs=20)
+    return [Request(f"{tag}{i}", tuple((5 * i + j) % 90 for j in range(20)), sampling) for i in range(count)]
+
+
+def still_serves(device: Device, folders: tuple[Path, Path]) -> None:
+    serving = requests_of("s")
+    device.serving.send(*map(messages.Add, serving))
+    device.serving.until(lambda: len(device.serving.finished) == 6)
+    assert device.serving.said == alone(folders[0], serving)
+    assert not device.outcome, "the engine's loop has ended"
+
+
+@pytest.mark.parametrize("buffer_bytes", [20_000, 8 << 20], ids=["held up half-way", "with all of it made"])
+def test_a_rollout_front_that_never_reads_is_given_up_alone(
+    device: Device, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+) -> None:
+    """It was the end of the engine, if serving had no work for a minute and the front's answers were all made."""
+    monkeypatch.setattr(link, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(link, "STALL_S", 0.3)
+    device.rollout.send(*map(messages.Add, wordy("r", 8)))
+    device.rollout.until(lambda: len(device.rollout.said) == 8)
+    status = ask(device, "status")
+    while device.guest.port is not None:
+        status = ask(device, "status")
+    if buffer_bytes < 1 << 20:
+        assert status.lent_tokens < 8 * 200, "nothing more was made for it"
+        assert ask(device, "status").evicted_tokens > 0
+    assert ask(device, "status").running == 0
+    still_serves(device, folders)
+
+
+def test_a_failure_in_the_rollouts_memory_is_not_servings(device: Device, folders: tuple[Path, Path]) -> None:
+    def broken() -> None:
+        raise AssertionError("rollouts hold more than their budget")
+
+    device.memory.observe = broken  # type: ignore[method-assign, assignment]
+    device.rollout.send(*map(messages.Add, requests_of("r")))
+    device.rollout.until(lambda: device.rollout.failed is not None)
+    still_serves(device, folders)
+    status = ask(device, "status")
+    assert (status.state, status.rollout_pages, status.rollout_pages_max) == ("failed", 0, 0)
+
+
+def test_a_decision_knows_of_everybody_who_has_come(device: Device) -> None:
+    """A user who comes while a rollout's command is taken goes before that rollout."""
+    lender, order = device.lender, list[str]()
+    lender.admission.mode = "idle"
+    add, serving_step, rollout_step = lender.rollout.add, lender.serving.step, lender.rollout.step
+
+    def user_comes(rollout: Request) -> None:
+        device.serving.send(messages.Add(requests_of("s")[0]))
+        add(rollout)
+
+    def noted(side: str, step: Any) -> Any:
+        def run(plan: Any) -> Any:
+            order.append(side)
+            return step(plan)
+
+        return run
+
+    lender.rollout.add = user_comes  # type: ignore[method-assign]
+    lender.serving.step = noted("serving", serving_step)  # type: ignore[method-assign]
+    lender.rollout.step = noted("rollout", rollout_step)  # type: ignore[method-assign]
+    device.rollout.send(messages.Add(requests_of("r")[0]))
+    device.rollout.until(lambda: bool(device.rollout.finished))
+    assert order[:24] == ["serving"] * 24 and "rollout" in order
+
+
+class SlowReading:
+    """Weights that are read until somebody says so, by a thread whose priority is kept."""
+
+    def __init__(self, device: Device) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.niceness: list[int] = []
+        self._stage = device.guest.engine.stage
+        device.guest.engine.stage = self.stage  # type: ignore[method-assign]
+
+    def stage(self, version: str, source: Any) -> Any:
+        self.niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        self.begun.set()
+        assert self.may_end.wait(30)
+        return self._stage(version, source)
+
+
+@pytest.mark.parametrize("action, place", [("drain", "parked"), ("remove", "absent")])
+def test_the_owner_may_take_back_a_model_that_is_still_being_read(device: Device, action: str, place: str) -> None:
+    reading = SlowReading(device)
+    ask(device, "remove")
+    assert ask(device, "resume").state == "activating"
+    assert reading.begun.wait(30)
+    assert ask(device, action).state == "drained"
+    reading.may_end.set()
+    while device.guest.is_coming:
+        ask(device, "status")
+    status = ask(device, "status")
+    assert (status.state, status.model, status.rollout_pages) == ("drained", place, 0)
+    assert (status.model_bytes == 0) == (place == "absent")
+    device.rollout.send(messages.Add(requests_of("late")[0]))
+    device.rollout.until(lambda: "late0" in device.rollout.refused)
+    ask(device, "resume")
+    while ask(device, "status").state != "lending":
+        pass
+    device.rollout.send(messages.Add(requests_of("again")[0]))
+    device.rollout.until(lambda: "again0" in device.rollout.finished)
+
+
+def test_a_model_that_was_taken_back_and_called_again_comes(device: Device) -> None:
+    reading = SlowReading(device)
+    ask(device, "remove")
+    ask(device, "resume")
+    assert reading.begun.wait(30)
+    ask(device, "drain")
+    assert ask(device, "resume").state == "activating"
+    reading.may_end.set()
+    while ask(device, "status").state != "lending":
+        pass
+    assert len(reading.niceness) == 1, "it was read once"
+
+
+def new_weights(device: Device, folders: tuple[Path, Path], version: str) -> None:
+    for tag, command in (
+        (20, messages.Stage(version, str(folders[1]), tag=20)),
+        (21, messages.Commit(version, tag=21)),
+    ):
+        device.rollout.send(command)
+        device.rollout.until(lambda: any(reply.tag == tag for reply in device.rollout.replies))  # noqa: B023
+        assert next(reply for reply in device.rollout.replies if reply.tag == tag).fault is None
+
+
+@pytest.mark.parametrize("before, after", [(["remove"], []), (["drain"], ["remove"])], ids=["absent", "parked"])
+def test_weights_that_come_while_it_is_away_are_those_it_comes_back_with(
+    device: Device, folders: tuple[Path, Path], before: list[Any], after: list[Any]
+) -> None:
+    for action in before:
+        ask(device, action)
+    new_weights(device, folders, "7")
+    for action in after:
+        ask(device, action)
+    status = ask(device, "status")
+    assert (status.model, status.model_bytes) == ("absent", 0), "the owner has its memory, whatever is published"
+    ask(device, "resume")
+    while ask(device, "status").state != "lending":
+        pass
+    assert device.guest.engine.facts().version == "7" and device.guest.engine.weights_bytes > 0
+
+
+def test_weights_are_read_behind_servings_back(device: Device, folders: tuple[Path, Path]) -> None:
+    reading, own = SlowReading(device), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    device.rollout.send(messages.Stage("7", str(folders[1]), tag=20))
+    assert reading.begun.wait(30)
+    still_serves(device, folders)
+    reading.may_end.set()
+    device.rollout.until(lambda: any(reply.tag == 20 for reply in device.rollout.replies))
+    assert reading.niceness == [max(10, own)]
+    assert device.rollout.replies[-1].staged_version == "7"
+
+
+def test_neither_side_finds_the_others_prefixes(device: Device) -> None:
+    same = long_requests("same", 1, 200, 4)[0]
+    device.serving.send(messages.Add(same))
+    device.serving.until(lambda: bool(device.serving.finished))
+    device.rollout.send(messages.Add(same))
+    device.rollout.until(lambda: bool(device.rollout.finished))
+    assert device.lender.serving.facts().kv_blocks_cached > 0
+    assert device.lender.rollout.facts().prefix_hit_tokens == 0
+    device.rollout.send(messages.Add(same.named("again")))
+    device.rollout.until(lambda: "again" in device.rollout.finished)
+    assert device.lender.rollout.facts().prefix_hit_tokens > 0, "its own are found"
+
+
+def test_rollouts_find_no_room_that_their_front_could_make(device: Device) -> None:
+    """A KV budget is a rollout's own wish: however large, the pages are the policy's to give."""
+    device.rollout.send(messages.KvBudget(1 << 40, tag=20), *map(messages.Add, long_requests("r", 8, 300, 200)))
+    device.rollout.until(lambda: len(device.rollout.said) == 8)
+    status = ask(device, "limits", memory_share=0.25)
+    assert status.rollout_pages <= status.rollout_pages_max <= whole.PAGES // 4
+    device.rollout.until(lambda: len(device.rollout.finished) == 8)
+    device.memory.pages.check()

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from rose.coserve import messages as engine_messages
+from rose.coserve.device import stand_back
 from rose.errors import RequestRefused, RoseError, Unavailable
 from rose.rollout.messages import NewVersion, VersionReady
 from rose.rollout.runner import AgentEngine
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rose.agent")
 
 FOLDER = "ROSE_WEIGHTS_FOLDER"  # where weights are received, if not in shared memory
-NICENESS = 10  # as the trainer and dedicated rollouts: everything else goes first
 PATIENCE_S = 30.0  # with a relay that does not answer; then the gateway is told, and says when to try again
 
 Result = TypeVar("Result")
@@ -163,7 +163,7 @@ class Intake:
         self.tell: Callable[[VersionReady], None] = lambda ready: None
         self._engine, self._metrics = engine, metrics
         self._arrivals = Arrivals(metrics)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights", initializer=_stand_back)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights", initializer=stand_back)
         self._wanted: NewVersion | None = None
         self._news = asyncio.Event()
         self._committed = ("", "")  # version and hash
@@ -236,8 +236,3 @@ class Intake:
 
     async def _aside(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _stand_back() -> None:
-    thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -49,7 +49,7 @@ from tests.vllm import engines
 
 from rose.core.passive import Milestone, MilestoneKind
 from rose.engines.base import Request, Sampling
-from rose.engines.vllm.board import BoardReader
+from rose.engines.vllm.board import BoardReader, Seen
 from rose.engines.vllm.desk import Status, Terms
 from rose.engines.vllm.finding import board_of
 from rose.engines.vllm.mapped import Torn
@@ -71,8 +71,10 @@ COLUMNS = ("mode", "requests", "ttft_p99_ms", "tpot_p99_ms", "itl_p99_ms", "wors
            "breaker_trips", "budget_used_ttft", "budget_used_tpot")  # fmt: skip
 LATENCIES = ("percentile", "ttft_p99_ms", "tpot_p99_ms", "itl_p99_ms", "worst_minute_ttft_p99_ms", "attainment",
              "budget_used_ttft", "budget_used_tpot")  # fmt: skip
+UNACCOUNTED = ("lent_share", "breaches", "breaker_trips")  # without terms
 REASONS = {
     "capacity_share": "serving is not driven to saturation here",
+    "lent_share": "of `ungated`: steps that no admission lets through are not accounted for, nor what they break",
     "aa_spread": "under two minutes of requests say nothing about how minutes differ",
 }
 
@@ -185,7 +187,8 @@ class Bench:
             seconds, ended = time.monotonic() - begun_s, self.worker.status()
             steps_s, present_s = busy.close()
         self.answers[mode] = answers
-        found = {"mode": mode, "seconds": round(seconds, 1), "nice": nice, **lent_between(begun, ended, seconds)}
+        lent = lent_between(begun, ended, seconds, is_accounted=lent_mode is not None)
+        found = {"mode": mode, "seconds": round(seconds, 1), "nice": nice, **lent}
         found["serving_time_share"] = round(steps_s / seconds, 4)
         found["present_share"] = round(present_s / seconds, 4)
         steps = ended.steps - begun.steps
@@ -199,7 +202,7 @@ class Bench:
         return os.getpriority(os.PRIO_PROCESS, self.process.process_id)
 
 
-def lent_between(begun: Status, ended: Status, seconds: float) -> dict[str, Any]:
+def lent_between(begun: Status, ended: Status, seconds: float, *, is_accounted: bool) -> dict[str, Any]:
     """What rollouts got, and what they waited for."""
     tokens = ended.generated_tokens + ended.prompt_tokens - begun.generated_tokens - begun.prompt_tokens
     waited = {why: total_s - begun.lent.closed_s.get(why, 0.0) for why, total_s in ended.lent.closed_s.items()}
@@ -210,7 +213,15 @@ def lent_between(begun: Status, ended: Status, seconds: float) -> dict[str, Any]
         "breaches": sum(ended.lent.breaches.values()) - sum(begun.lent.breaches.values()),
         "breaker_trips": ended.lent.breaker_trips - begun.lent.breaker_trips,
         "gate_at_end": ended.why,
+        **({} if is_accounted else dict.fromkeys(UNACCOUNTED)),
     }
+
+
+def looked(reader: BoardReader) -> Seen | None:
+    """Again and again while it is torn: what was before must not be told with what comes."""
+    while True:
+        with suppress(Torn):
+            return reader.look()
 
 
 class Busy:
@@ -218,7 +229,7 @@ class Busy:
 
     def __init__(self, board: Path) -> None:
         self._reader = BoardReader(board)
-        self._reader.look()
+        looked(self._reader)
         self._task = asyncio.create_task(self._watch())
         self._steps_s = self._present_s = self._since_s = 0.0
         self._here: set[int] = set()
@@ -304,9 +315,9 @@ async def gate_closes(bench: Bench, tries: int) -> list[tuple[float, int]]:
         for _ in range(tries):
             await until(bench.worker, lambda status: status.state == "running")
             await asyncio.sleep(random.uniform(0.1, 0.3))
-            reader.look()
+            looked(reader)
             user = asyncio.create_task(bench.serving.answer(list(range(60)), 40))
-            seen, told = await _until_parked(bench.worker, user), reader.look()
+            seen, told = await _until_parked(bench.worker, user), looked(reader)
             came_s = [one.at_s for one in told.milestones if one.kind is MilestoneKind.CAME] if told else []
             if seen is not None and came_s:
                 began, parked = _steps_at(seen, min(came_s)), seen[-1]

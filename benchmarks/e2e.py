@@ -163,18 +163,27 @@ def asked_of(job: Job, arguments: argparse.Namespace) -> list[str]:
 
 
 def overall(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ratios of the first job that compares, what was learnt of the first that is evaluated, allocation of its own."""
-    heavy, learning, cycles = (
-        next((row for row in rows if row["case"] == case), {}) for case in (COMPARE, LEARN, CYCLES)
-    )
+    """Ratios of a job that compares, what was learnt of one that is evaluated, allocation of its own.
+
+    Each of the job that is like what is shipped, or the first if none is; `figures_of` names them.
+    """
+    jobs = {case: row for case in (COMPARE, LEARN, CYCLES) if (row := as_shipped(rows, case))}
+    heavy, learning, cycles = (jobs.get(case, {}) for case in (COMPARE, LEARN, CYCLES))
     found = {key: heavy.get(key) for key in OVERALL}
     found |= {key: (cycles or heavy).get(key) for key in ALLOCATION}
     found |= {key: learning.get(key) for key in ("success_before", "success_after")}
     found["ratios"] = {
         f"{row['loss']}, {row['sync']}": row["throughput_ratio"] for row in rows if row["case"] == COMPARE
     }
+    found["figures_of"] = {case: Job(row["profile"], case, row["loss"], row["sync"]).name for case, row in jobs.items()}
     found |= {f"{key}_reason": why for key, why in MEASURED_IN.items() if found[key] is None}
     return found | {key: sum(row[key] or 0 for row in rows) for key in ("lost", "doubled")}
+
+
+def as_shipped(rows: list[dict[str, Any]], case: str) -> dict[str, Any]:
+    of_case = [row for row in rows if row["case"] == case]
+    shipped = [row for row in of_case if (row["loss"], row["sync"]) == SHIPPED]
+    return next(iter([*shipped, *of_case]), {})
 
 
 def bars_of(row: dict[str, Any], cycles: int = 0) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A lent device in virtual time: every promise checked at every step, over seeds, and what the modes are worth.
 
-`tests/sim/device.py` asserts at each lent step; a test here only has to run it and look at the outcome.
+`rose.sim.device` asserts at each lent step; a test here only has to run it and look at the outcome.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import random
 import time
 
 import pytest
-from tests.sim.device import SEQUENCES, WIDE, Device, Report, World
 
 from rose.core.slo import Budgets
 from rose.engines.base import Request
+from rose.sim.device import SEQUENCES, WIDE, Device, Report, World
 from rose.sim.traffic import Traffic
 
 SIMULATE_S = float(os.environ.get("ROSE_SIMULATE_S", "30"))

@@ -86,7 +86,8 @@ def test_only_what_was_given_back_in_time_is_a_cycle() -> None:
 
     steps = [{"kind": "step", "began_s": 0.0, "step_s": 100.0}]
     back, late = line(1, returned_s=9.0, released_s=9.5), line(2, returned_s=101.0, released_s=102.0)
-    found = allocation_of([*steps, back, late, line(3)])
+    early = line(0, wanted_s=-9.0, chosen_s=-9.0, usable_s=-9.0, returned_s=-5.0, released_s=-4.5)
+    found = allocation_of([*steps, early, back, late, line(3)])
     assert found == {"allocation_overhead_share": pytest.approx(0.005), "borrow_cycles": 1}
 
 

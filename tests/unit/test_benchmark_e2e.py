@@ -81,6 +81,26 @@ def test_allocation_is_judged_over_enough_cycles_only(cycles, share, oks):
     assert found["throughput_ratio"] == 1.4, "which a restless owner has nothing to say to"
 
 
+def test_figures_are_those_of_what_is_shipped_and_say_so():
+    def learnt(loss: str, after: float) -> dict[str, object]:
+        return heavy(loss, 1.0, None) | {"profile": "default", "case": e2e.LEARN, "success_after": after}
+
+    rows = [learnt("grpo", 0.3), heavy("grpo", 1.2, None), learnt("dapo", 0.7), heavy("dapo", 1.4, None)]
+    found = e2e.overall([*rows, restless(10, 0.003)])
+    assert (found["throughput_ratio"], found["success_after"]) == (1.4, 0.7)
+    assert found["figures_of"] == {
+        "compare": "rollout-heavy-compare-dapo-synchronous",
+        "learn": "default-learn-dapo-synchronous",
+        "cycles": "rollout-heavy-cycles-dapo-synchronous",
+    }
+    found = e2e.overall(rows[:2])
+    assert (found["throughput_ratio"], found["success_after"]) == (1.2, 0.3), "there is nothing else"
+    assert set(found["figures_of"].values()) == {
+        "rollout-heavy-compare-grpo-synchronous",
+        "default-learn-grpo-synchronous",
+    }
+
+
 def names(*words: str) -> list[str]:
     return [job.name for job in e2e.jobs_of(e2e.options().parse_args(words))]
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rose.coserve.device import check_device, thread_environment
+from rose.coserve.device import check_device, stand_back, thread_environment
 from rose.errors import ConfigError
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -34,3 +34,15 @@ def test_elsewhere_than_on_linux_it_is_said_plainly(monkeypatch: pytest.MonkeyPa
 
 def test_one_thread_per_core() -> None:
     assert thread_environment((0, 3))["OMP_NUM_THREADS"] == "2"
+
+
+def test_weights_are_read_where_no_priority_may_be_set_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def denied(*how: int) -> None:
+        asked.append(how)
+        raise PermissionError("setpriority")
+
+    monkeypatch.setattr(os, "setpriority", denied)
+    stand_back()
+    assert len(asked) == 1

@@ -143,6 +143,17 @@ def test_a_shut_gate_stays_shut_when_rollouts_have_left_until_they_could_run() -
     assert step(found, 3.0) == "nobody" and found.gate.shut_s(3.0) is None, "serving has ended"
 
 
+def test_a_gate_is_not_open_by_a_grant_that_no_step_came_of() -> None:
+    found = lender()
+    found.rollout.add(request("rollout"))
+    plan = found.rollout.plan
+    found.rollout.plan = lambda budget: None  # type: ignore[method-assign]
+    assert [step(found, now_s) for now_s in (0.0, 1.0)] == ["nobody", "nobody"]
+    assert found.last_grant.is_open(1.0) and found.gate.shut_s(1.0) == 1.0
+    found.rollout.plan = plan  # type: ignore[method-assign]
+    assert step(found, 2.0) == "rollout" and found.gate.shut_s(9.0) is None
+
+
 @pytest.mark.parametrize("how", ["stopped", "dry run", "resting"])
 def test_a_device_that_lends_nothing_at_all_has_no_shut_gate(how: str) -> None:
     found = lender()

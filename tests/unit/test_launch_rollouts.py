@@ -14,6 +14,7 @@ from rose.core.groups import Draw, MemberEnded, StepGroups
 from rose.core.trajectory import Trajectory
 from rose.envs.frozenlake import FrozenLake, LakeSettings
 from rose.envs.registry import ENVIRONMENTS, Entry
+from rose.envs.trouble import TroubleSettings
 from rose.launch.rollouts import Rollouts
 from rose.launch.settings import GroupSettings, RunSettings, load_run_settings
 from rose.models.folder import ModelFolder, load_model_folder
@@ -163,6 +164,22 @@ def test_slow_environments_are_evaluated_as_many_at_once_as_a_step_plays(model, 
     monkeypatch.setitem(ENVIRONMENTS, "slow", Entry(LakeSettings(), made, 8, "takes its time"))
     settings = small()
     settings = replace(settings, environment="slow", groups=replace(settings.groups, groups=1, size=3))
+    rollouts, _ = rollouts_on(FakeGateway(model), model, settings)
+    asyncio.run(rollouts.evaluate(12))
+    assert len(at_once) == 12 and max(at_once) <= 3
+
+
+def test_held_out_games_that_meet_trouble_wait_for_each_other_too(model, monkeypatch):
+    at_once = []
+
+    class Watched(FrozenLake):
+        def reset(self, seed: int) -> str:
+            at_once.append(rollouts.under_way)
+            return super().reset(seed)
+
+    monkeypatch.setitem(ENVIRONMENTS, "watched", Entry(LakeSettings(), Watched, 8, "is quick by itself"))
+    settings = replace(small(groups=1, size=3), environment="watched")
+    settings = replace(settings, trouble=TroubleSettings(latency="constant:seconds=0.001"))
     rollouts, _ = rollouts_on(FakeGateway(model), model, settings)
     asyncio.run(rollouts.evaluate(12))
     assert len(at_once) == 12 and max(at_once) <= 3

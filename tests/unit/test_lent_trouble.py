@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.e2e.scripted_engine import ScriptedEngine
 from tests.unit import test_lent as whole
-from tests.unit.test_lent import Device, alone, ask, long_requests, requests_of
+from tests.unit.test_lent import Device, End, alone, ask, long_requests, requests_of
 
+from rose.config.device import EngineSettings
 from rose.core.latency import LatencyModel
 from rose.coserve import link, messages
-from rose.engines.base import Request, Sampling
+from rose.coserve.lent import LentExecutor
+from rose.engines.base import Budget, Request, Sampling
+from rose.errors import ModelError
 
 folders, device = whole.folders, whole.device
 
@@ -67,6 +74,92 @@ def test_a_failure_in_the_rollouts_memory_is_not_servings(device: Device, folder
     still_serves(device, folders)
     status = ask(device, "status")
     assert (status.state, status.rollout_pages, status.rollout_pages_max) == ("failed", 0, 0)
+
+
+def fails(*_: Any) -> Any:
+    raise AssertionError("a page with two owners")
+
+
+@pytest.mark.parametrize(
+    "before, action, broken",
+    [("status", "limits", "observe"), ("status", "drain", "remove_rollouts"), ("drain", "resume", "lend_to")],
+)
+def test_a_word_of_the_owner_that_fails_on_the_rollouts_side_is_refused(
+    device: Device, folders: tuple[Path, Path], before: str, action: Any, broken: str
+) -> None:
+    """It was the end of the engine, with every user's request."""
+    memory, observe = device.memory, device.memory.observe
+
+    def fails_at_a_limit(*asked: int) -> None:
+        (observe if memory.owner_limit_pages is None else fails)(*asked)
+
+    ask(device, before)
+    setattr(memory, broken, fails_at_a_limit if broken == "observe" else fails)
+    device.serving.send(messages.Control(action, memory_share=0.5, tag=9))
+    device.serving.until(lambda: device.serving.replies[-1].tag == 9)
+    fault = device.serving.replies[-1].fault
+    assert fault is not None and "a page with two owners" in fault.what and "restart" in (fault.hint or "")
+    still_serves(device, folders)
+    assert ask(device, "status").state == "failed"
+
+
+def test_a_rollout_engine_that_cannot_even_leave_is_not_servings(device: Device, folders: tuple[Path, Path]) -> None:
+    engine: Any = device.guest.engine
+    engine.limit_kv = engine.release_weights = device.memory.remove_rollouts = fails  # type: ignore[method-assign]
+    engine.step = fails
+    device.rollout.send(*map(messages.Add, requests_of("r")))
+    device.rollout.until(lambda: device.rollout.failed is not None)
+    still_serves(device, folders)
+    assert ask(device, "status").state == "failed" and device.guest.port is None
+
+
+def test_a_failure_while_a_rollout_front_goes_is_not_servings(device: Device, folders: tuple[Path, Path]) -> None:
+    device.rollout.send(*map(messages.Add, long_requests("r", 4, 100, 200)))
+    device.rollout.until(lambda: len(device.rollout.said) == 4)
+    device.guest.engine.limit_kv = fails  # type: ignore[method-assign]
+    device.rollout.connection.close()
+    still_serves(device, folders)
+    assert ask(device, "status").state == "failed"
+
+
+def test_a_rollout_front_that_asks_and_never_reads_is_given_up(
+    device: Device, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command was answered into a buffer without a limit, for as long as it took something now and then."""
+    monkeypatch.setattr(link, "BUFFER_BYTES", 20_000)
+    for _ in range(100):
+        with suppress(OSError):
+            device.rollout.send(*[messages.GetFacts(tag=1)] * 100)
+        ask(device, "status")
+        if device.guest.port is None:
+            break
+    assert device.guest.port is None and not device.guest.failure
+    still_serves(device, folders)
+
+
+def test_servings_words_go_out_while_rollouts_keep_the_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the kernel takes at once, and no further word of serving's that would take the rest along."""
+    monkeypatch.setattr(LentExecutor, "_hear_rollouts", lambda self: None)
+    monkeypatch.setattr(LentExecutor, "_step", lambda self: True)
+    ours, theirs = socket.socketpair()
+    front, serving = End(ours), link.EngineLink(theirs)
+    lender: Any = SimpleNamespace(serving=ScriptedEngine(EngineSettings()), serving_added=None)
+    owner: Any = SimpleNamespace(status=None)
+    executor = LentExecutor(lender, owner, owner, serving, budget=Budget(128, 8))
+    serving.send(messages.Failed(messages.Fault("Unavailable", "x" * (4 << 20))))
+
+    def run() -> None:
+        with suppress(link.Closed):
+            executor.run()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        front.until(lambda: front.failed is not None)
+    finally:
+        ours.close()
+        thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_a_decision_knows_of_everybody_who_has_come(device: Device) -> None:
@@ -153,6 +246,31 @@ def new_weights(device: Device, folders: tuple[Path, Path], version: str) -> Non
         device.rollout.send(command)
         device.rollout.until(lambda: any(reply.tag == tag for reply in device.rollout.replies))  # noqa: B023
         assert next(reply for reply in device.rollout.replies if reply.tag == tag).fault is None
+
+
+def test_weights_whose_folder_is_gone_do_not_matter_once_there_are_newer_ones(
+    device: Device, folders: tuple[Path, Path]
+) -> None:
+    engine, begun, is_gone = device.guest.engine, threading.Event(), threading.Event()
+    stage = engine.stage
+
+    def reading(version: str, source: Any) -> Any:
+        if version == "7":
+            return stage(version, source)
+        begun.set()
+        assert is_gone.wait(30)
+        raise ModelError("no such folder")
+
+    engine.stage = reading  # type: ignore[method-assign]
+    ask(device, "remove")
+    ask(device, "resume")
+    assert begun.wait(30)
+    new_weights(device, folders, "7")
+    is_gone.set()
+    while ask(device, "status").state == "activating":
+        pass
+    status = ask(device, "status")
+    assert (status.state, status.model, engine.facts().version) == ("lending", "resident", "7")
 
 
 @pytest.mark.parametrize("before, after", [(["remove"], []), (["drain"], ["remove"])], ids=["absent", "parked"])

@@ -18,6 +18,7 @@ from rose.core.passive import (
     ONE_KIND_STEPS,
     STEPS_MIN,
     TRIAL_TOKENS,
+    Doubt,
     FinishedStep,
     Milestone,
     MilestoneKind,
@@ -114,6 +115,22 @@ def test_a_lent_step_is_not_charged_with_what_serving_took_beside_it() -> None:
     assert breach is not None and breach.objective == "step"
 
 
+def test_a_lent_step_is_charged_for_what_it_held_and_not_for_what_others_did() -> None:
+    passive = taught()
+    passive.lent(FinishedStep(1.0, 2.0, DECODE), upper_s=0.5, stalled_s=0.75)
+    assert passive.ledger.total_lent_s == pytest.approx(0.25)
+    passive.steps_seen([FinishedStep(3.2, 3.8, DECODE)])
+    passive.lent(FinishedStep(3.0, 4.0, DECODE), upper_s=0.5)
+    assert passive.ledger.total_lent_s == pytest.approx(1.25), "a step beside it may have been held up by it"
+
+
+def test_who_would_have_been_late_anyway_is_no_breach() -> None:
+    passive = taught()
+    passive.lent(FinishedStep(1.0, 1.7, DECODE), upper_s=0.5, stalled_s=0.69)
+    late = [Milestone(CAME, 1, 1.0, 5), Milestone(FIRST, 1, 1.9), Milestone(ENDED, 1, 1.9, 1)]
+    assert passive.milestones_seen(late) == []
+
+
 # Trying
 
 
@@ -146,6 +163,15 @@ def test_a_trial_is_never_empty_nor_larger_than_a_step(durations: list[float]) -
     for seconds in durations:
         trials.observe(seconds)
         assert 1 <= trials.grant(IDLE, 0.0).tokens <= 100
+
+
+def test_a_doubt_that_was_settled_begins_anew() -> None:
+    doubt = Doubt(block_s=0.05)
+    assert doubt.grant(0.0) is None
+    assert doubt.grant(61.0) is not None and not doubt.judge(2.0)
+    doubt.settle()
+    assert doubt.grant(100.0) is None
+    assert doubt.grant(161.0) is not None, "and not in two minutes only"
 
 
 def test_a_tripped_breaker_ends_trials_too() -> None:
@@ -181,11 +207,32 @@ def test_milestones_become_prompts_attainment_and_breaches() -> None:
     assert (breach.objective, passive.requests, passive.attained) == ("ttft", 2, 1)
 
 
-def test_who_is_gone_is_not_judged() -> None:
-    passive = taught()
-    passive.milestones_seen([Milestone(CAME, 1, 1.0, 5), Milestone(GONE, 1, 9.0), Milestone(CAME, 2, 1.0, 5)])
-    passive.milestones_seen([Milestone(ENDED, 2, 9.0, 0)])
-    assert (passive.requests, passive.ledger.open_accounts) == (0, 0)
+@pytest.mark.parametrize(
+    "milestones, requests, attained",
+    [
+        pytest.param([Milestone(GONE, 1, 9.0)], 1, 0, id="gave up waiting"),
+        pytest.param([Milestone(GONE, 1, 1.4)], 0, 0, id="left before a token was due"),
+        pytest.param([Milestone(FIRST, 1, 1.2), Milestone(GONE, 1, 1.4, 3)], 1, 1, id="ended by a stop string"),
+        pytest.param([Milestone(FIRST, 1, 1.2), Milestone(GONE, 1, 3.0, 3)], 1, 0, id="gave up between tokens"),
+        pytest.param([Milestone(ENDED, 1, 9.0)], 0, 0, id="ended without a token"),
+    ],
+)
+def test_who_is_gone_is_judged_as_if_its_next_token_had_come_just_then(
+    milestones: list[Milestone], requests: int, attained: int
+) -> None:
+    breaker = Breaker(BreakerLimits(requests_min=1))
+    passive = taught(breaker=breaker)
+    passive.milestones_seen([Milestone(CAME, 1, 1.0, 5), *milestones])
+    assert (passive.requests, passive.attained, passive.ledger.open_accounts) == (requests, attained, 0)
+    assert (breaker.why_stopped(9.0) is not None) is (attained < requests)
+
+
+def test_who_gave_up_behind_a_lent_step_has_lost_its_deadline_to_it() -> None:
+    breaker = Breaker(BreakerLimits(deadlines_lost_max=0))
+    passive = taught(breaker=breaker)
+    passive.lent(FinishedStep(2.0, 2.3, DECODE), upper_s=1.0)
+    (breach,) = passive.milestones_seen([Milestone(CAME, 1, 2.0, 5), Milestone(GONE, 1, 2.6)])
+    assert breach.objective == "ttft" and "1 deadlines lost" in (breaker.why_stopped(2.6) or "")
 
 
 def test_lost_records_close_every_account() -> None:

@@ -257,6 +257,21 @@ def test_a_turn_behind_a_gate_that_does_not_open_is_asked_back() -> None:
     assert kinds(world.told["a"])[:2] == ["Turn", "Evict"] and world.books.scheduler.counts.stalled == 0
 
 
+def test_no_more_turns_are_asked_back_than_there_are_seats_before_open_gates() -> None:
+    world = World()
+    member = world.join("a", kind="borrowed", seats=64)
+    for _ in range(5):
+        world.ask()
+    world.wait(0.25)
+    for turn in world.turns("a"):
+        world.says(member, turn.ticket, 5)
+    world.gated_since_s["a"] = world.now_s
+    world.wait(0.25)
+    world.join("b", seats=1)
+    world.wait(3.0)
+    assert kinds(world.told["a"]).count("Evict") == len(world.turns("b")) == 1, "seats behind a shut gate are no room"
+
+
 def test_time_behind_a_gate_makes_nobody_more_patient_with_its_worker() -> None:
     world = World()
     member, turn = moving(world, 5, 6)

@@ -229,6 +229,18 @@ def test_how_long_a_gate_is_usually_shut_is_learnt_and_one_storm_is_not_the_weat
     assert [stray.turn_id for stray in router.strays(NOW_S + 1009)] == ["1"]
 
 
+def test_what_an_owner_does_says_nothing_of_how_long_serving_shuts_the_gate() -> None:
+    router = made("cost", A, LENT, turns={"a": 6})
+    router.placed("1", TurnView("t", None, 15_000, 100), "lent", 0.0)
+    for began_s in range(0, 180, 30):
+        router.put_worker(replace(LENT, gated_since_s=began_s + 1.0))  # by serving; then its owner holds it back
+        router.put_worker(replace(LENT, gated_since_s=began_s + 1.0, is_open=False))
+        router.put_worker(replace(LENT, opened_s=began_s + 29.0))
+    router.put_worker(replace(LENT, gated_since_s=200.0))
+    assert router.strays(214.9) == []
+    assert [stray.turn_id for stray in router.strays(215.1)] == ["1"], "three times five seconds, as ever"
+
+
 @pytest.mark.parametrize("kind", ["paper", "least"])
 def test_the_other_rules_let_turns_leave_a_shut_gate_after_two_seconds(kind: RouterKind) -> None:
     router = made(kind, A, LENT)

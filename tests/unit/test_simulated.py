@@ -11,6 +11,7 @@ from rose.clock import VirtualClock, run_virtual
 from rose.core.facts import StepFeatures
 from rose.engines.base import Budget, Request, Sampling
 from rose.engines.profiles import load_profile
+from rose.engines.scheduler import GONE_KEPT
 from rose.engines.simulated import SimulatedEngine, SimulatedWorker
 from rose.errors import Unavailable
 
@@ -157,3 +158,17 @@ def test_sampling_settings_that_need_logits_change_nothing() -> None:
     engine.add(shaped)
     said = tokens_of(engine)
     assert said["plain"] == said["shaped"]
+
+
+def test_who_is_cancelled_while_nothing_is_planned_leaves_nothing_behind() -> None:
+    """Behind a shut gate clients retry for hours; every prompt they took back was kept."""
+    engine = SimulatedEngine(PROFILE)
+    for number in range(5):
+        engine.add(ask(f"stays {number}"))
+    for number in range(1000):
+        engine.add(ask(f"goes {number}"))
+        assert engine.cancel(f"goes {number}")
+    assert len(engine.scheduler._waiting) <= 2 * 5 + GONE_KEPT
+    assert [live.request.request_id for live in engine.scheduler.waiting(9)] == [f"stays {n}" for n in range(5)]
+    engine.scheduler.check()
+    assert len(tokens_of(engine)) == 5

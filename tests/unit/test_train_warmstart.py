@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from rose.envs import frozenlake
 from rose.envs.frozenlake import ANSWER, FrozenLake
 from rose.envs.play import ChatFrame
 from rose.errors import ConfigError
 from rose.models.folder import load_model_folder
 from rose.models.presets import write_preset
-from rose.train import warmstart
+from rose.train import imitation, recipes, warmstart
 from rose.train.model import CausalModel, use_threads
 from rose.train.recipes import RECIPES, Recipe, find_recipe
 from rose.train.warmstart import (
@@ -109,6 +110,15 @@ def test_a_warm_start_is_made_once(tmp_path, monkeypatch):
     monkeypatch.setattr(warmstart, "make_warm_start", lambda *_: pytest.fail("it was there already"))
     assert warm_start(cache=tmp_path) == made
     assert (made / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("module", [frozenlake, imitation, recipes])
+def test_sources_that_differ_make_another_warm_start(tmp_path, monkeypatch, module):
+    before = warmstart._digest(SHORT)
+    edited = tmp_path / "edited.py"
+    edited.write_text(Path(module.__file__).read_text() + "\n")
+    monkeypatch.setattr(module, "__file__", str(edited))
+    assert warmstart._digest(SHORT) != before
 
 
 def test_another_seed_is_another_warm_start_and_the_same_is_the_same(tmp_path, monkeypatch):

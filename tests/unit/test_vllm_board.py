@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from hypothesis import strategies as st
 
 from rose.core.facts import RunningRequest, StepFeatures, WaitingRequest
 from rose.core.passive import FinishedStep, Milestone, MilestoneKind
-from rose.engines.vllm import bell, finding
 from rose.engines.vllm import board as board_module
+from rose.engines.vllm import finding
 from rose.engines.vllm.board import IN_STEP, NO_STEP, STALE_S, STEPS_KEPT, About, BoardReader, BoardWriter, about_me
 from rose.engines.vllm.desk import Control, Status, control_sheet, status_sheet
 from rose.engines.vllm.mapped import SLOTS, MappedFile, Ring, Slots, Torn
@@ -265,65 +264,6 @@ def test_a_reader_beside_a_fast_writer_never_sees_half_a_view(path: Path) -> Non
     reader.close()
 
 
-# Bells
-
-
-def test_one_bell_rings_at_every_step_and_one_when_nothing_is_left(writer: BoardWriter, reader: BoardReader) -> None:
-    def rung() -> tuple[int, int]:
-        return reader.stepped.number, reader.idle.number
-
-    writer.view(1.0, [], [1.0, 5, 0.5], 0)
-    assert rung() == (0, 0)
-    writer.step((0.5, 1.0, *dataclasses.astuple(SHAPE)))
-    assert rung() == (1, 0)
-    writer.view(2.0, [], [], 0)
-    assert rung() == (1, 1)
-
-
-RING = """
-import sys
-from pathlib import Path
-from rose.engines.vllm.board import BoardWriter, about_me
-writer = BoardWriter(Path(sys.argv[1]), about_me("e", "m", step_tokens=1, sequences=1, kv_blocks=1, block_bytes=1))
-print("shown", flush=True)
-sys.stdin.readline()
-writer.view(1.0, [], [], 0)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize("has_call", [pytest.param(True, id="by the kernel"), pytest.param(False, id="by looking")])
-def test_who_waits_is_woken_from_another_process(path: Path, has_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_call:
-        monkeypatch.setattr(bell, "FUTEX", None)
-    process = start(RING, path)
-    reader = BoardReader(path)
-    waited = threading.Thread(target=_wait_for_another, args=(reader.idle, 0), daemon=True)
-    waited.start()
-    assert process.stdin is not None
-    process.stdin.write("now\n")
-    process.stdin.flush()
-    waited.join(60.0)
-    assert not waited.is_alive()
-    assert reader.idle.number == 1
-    process.kill()
-    process.wait()
-
-
-def _wait_for_another(rung: bell.Bell, number: int) -> None:
-    while rung.number == number:
-        rung.wait(number, 50.0)
-
-
-def test_who_waits_at_a_closed_board_does_not_hang(path: Path, writer: BoardWriter) -> None:
-    reader = BoardReader(path)
-    rung = reader.idle
-    reader.close()
-    rung.wait(0, 0.01)
-    with pytest.raises(ValueError):
-        rung.number  # noqa: B018
-
-
 # The mapped file itself
 
 
@@ -415,6 +355,15 @@ def test_the_board_of_a_server_is_found_by_its_port(tmp_path: Path, monkeypatch:
         writer.close()
     with pytest.raises(Unavailable, match="nobody listens"):
         finding.board_of(url)
+
+
+def test_a_board_is_not_shown_by_another_process_of_the_same_id(path: Path) -> None:
+    BoardWriter(path, about())
+    assert finding.is_shown(path)
+    BoardWriter(path, about(started=1))
+    assert not finding.is_shown(path)
+    path.unlink()
+    assert not finding.is_shown(path)
 
 
 def test_boards_of_the_dead_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,18 @@ def test_time_in_which_others_had_the_core_is_not_the_steps(world: World) -> Non
         world.gate.ended()
         world.want()
     assert world.gate.lent().breaches == {}
+    assert world.gate.lent().seconds == pytest.approx(20 * 0.0018), "nor was it lent"
     assert world.gate._rollout.model.upper(DECODE) < 2 * before_s
+
+
+def test_time_in_which_others_had_the_core_is_not_rationed(world: World) -> None:
+    world.want(compute_share=0.5)
+    for _ in range(3):
+        assert world.is_open()
+        world.gate.began(DECODE, world.now_s)
+        world.now_s, world.stalled_s = world.now_s + 0.4, world.stalled_s + 0.399
+        world.gate.ended()
+    assert world.is_open()
 
 
 def test_a_dry_run_adds_up_and_runs_nothing(world: World) -> None:
@@ -197,6 +208,10 @@ def test_a_dry_run_adds_up_and_runs_nothing(world: World) -> None:
     lent = world.gate.lent()
     assert lent.dry_run_tokens > 0
     assert lent.dry_run_s == pytest.approx(1.0)
+    assert world.gate.is_keen(has_work=False), "of every chance, though nobody waits"
+    world.want()
+    world.gate.obey()
+    assert not world.gate.is_keen(has_work=False)
 
 
 def test_the_owner_resumes_after_a_trip(world: World) -> None:
@@ -240,6 +255,44 @@ def test_who_waits_at_the_gate_hears_of_what_may_open_it(tmp_path: Path, mode: s
     world.show()
     assert not world.is_open()
     assert not hears(), "a gate that is closed for another reason is not asked again and again"
+
+
+@pytest.mark.parametrize("mode", ["idle", "decode"])
+def test_that_serving_has_run_out_of_work_is_heard_without_a_step(tmp_path: Path, mode: str) -> None:
+    """As when its last request is aborted."""
+    world = World(tmp_path, mode)
+    world.learn()
+    world.show(waiting=(world.now_s, 31))
+    assert not world.is_open()
+    assert not world.gate.wait_for_news(0.001, is_keen=True)
+    world.show()
+    assert world.gate.wait_for_news(1.0, is_keen=True)
+
+
+def test_a_closed_gate_that_rollouts_have_left_is_asked_for_them(world: World) -> None:
+    nobody = RolloutView()
+    assert world.is_open()
+    assert world.gate.ask(nobody).reason == "rollouts have nothing to run"
+    world.show(running=(world.now_s, 31, world.now_s))
+    assert not world.is_open()
+    assert world.gate.ask(nobody).reason == "serving has work"
+    world.show()
+    for _ in range(2):  # it does not close because it was asked
+        assert world.gate.ask(nobody).is_open(world.now_s)
+    assert world.is_open()
+    assert world.gate.ask(nobody).reason == "rollouts have nothing to run"
+    assert world.gate.lent().closed_s.keys() == {"serving has work"}
+
+
+def test_how_long_serving_is_silent_makes_no_reason_of_its_own(tmp_path: Path) -> None:
+    world = World(tmp_path, "decode")
+    world.learn()
+    world.show(running=(world.now_s, 31, world.now_s))
+    for passed_s in (6.0, 1.0, 1.0, 1.0):
+        world.now_s += passed_s
+        world.want()
+        assert not world.is_open()
+    assert world.gate.lent().closed_s == {"the serving engine has work and is silent": pytest.approx(3.0)}
 
 
 def test_how_long_rollouts_waited_is_told_by_the_reason(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from tests.unit.test_vllm_board import about
 
 from rose.coserve import messages
 from rose.coserve.guest import UNWANTED
 from rose.coserve.owner import PAUSED
+from rose.engines.vllm.board import BoardWriter
 from rose.engines.vllm.desk import Lent, Status
 from rose.engines.vllm.starting import RolloutEngine
 from rose.engines.vllm.worker import engine_facts
+from rose.errors import Unavailable
 from rose.rollout import vllm_agent
 from rose.rollout.vllm_agent import VllmLending, VllmSeat
 from rose.rollout.vllm_owner import VllmOwner
@@ -100,7 +104,13 @@ def test_a_closed_gate_is_seen_with_and_without_an_engine(status: Status | None,
         pytest.param([{"steps": 1}, {}, {"steps": 2}], None, id="open again"),
         pytest.param([{"steps": 1}, {}, {"gate_open": True, "until_s": 9.0}], None, id="open, and about to step"),
         pytest.param([{"steps": 1}, {}, {"gate_open": True, "until_s": 1.5}], 1.0, id="open until a while ago"),
-        pytest.param([{"steps": 1}, {}, {"running": 0}], None, id="nobody waits"),
+        pytest.param([{"steps": 1}, {"running": 0}, {}], None, id="nobody waits"),
+        pytest.param([{"steps": 1}, {}, {"running": 0}], 1.0, id="all have left a shut gate"),
+        pytest.param([{"steps": 1}, {}, {"running": 0, "gate_open": True}], None, id="and would find it open again"),
+        pytest.param([{"steps": 1}, {}, {"running": 0, "steps": 2}], None, id="all have left after a step"),
+        pytest.param([{"steps": 1}, *[{}] * 5], 4.0, id="it has been silent for a while"),
+        pytest.param([{"steps": 1}, *[{}] * 6], None, id="it hangs"),
+        pytest.param([{"steps": 1}, *[{}] * 5, {"at_s": 5.0}], 5.0, id="it does not, and waits"),
         pytest.param([{"steps": 1}, {}, {"lent": Lent(resting="three deadlines lost")}], None, id="lending rests"),
         pytest.param([{"steps": 1}, {}, None], None, id="it has died"),
     ],
@@ -123,6 +133,72 @@ def test_a_seat_knows_for_how_long_serving_has_shut_its_gate(
         return found
 
     assert asyncio.run(look()) == shut_s
+
+
+def story(tell: Callable[[VllmSeat], None], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def told() -> None:
+        monkeypatch.setattr(vllm_agent, "own_folder", lambda: folder)
+        seat = VllmSeat(VllmLending(RolloutEngine(Path("models/rollout")), "http://127.0.0.1:1"))
+        tell(seat)
+        os.close(seat._lock)
+
+    asyncio.run(told())
+
+
+def test_a_gate_in_a_dry_run_is_not_shut_by_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(seat: VllmSeat) -> None:
+        seat._worker = SimpleNamespace(status=lambda: Status(7, running=1))  # type: ignore[assignment]
+        for now_s in (0.0, 1.0):
+            seat._look_at_gate(now_s)
+        assert seat.shut_s == 1.0
+        seat.wishes["dry_run"] = True
+        seat._look_at_gate(2.0)
+        assert seat.shut_s is None
+
+    story(tell, tmp_path, monkeypatch)
+
+
+class DyingEngine:
+    @property
+    def behind_s(self) -> float:
+        raise Unavailable("the rollout engine is gone")
+
+
+def test_an_engine_that_dies_while_it_is_looked_at_is_not_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(seat: VllmSeat) -> None:
+        seat._process, seat._worker = SimpleNamespace(is_running=True), DyingEngine()  # type: ignore[assignment]
+        assert not seat._is_well()
+
+    story(tell, tmp_path, monkeypatch)
+
+
+def test_a_beat_that_nobody_can_be_told_of_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = list[int]()
+
+    def fail() -> None:
+        tries.append(1)
+        raise RuntimeError("no gateway")
+
+    def tell(seat: VllmSeat) -> None:
+        seat.on_lending = fail
+        seat._beat()
+        assert tries
+
+    story(tell, tmp_path, monkeypatch)
+
+
+def test_a_board_whose_process_id_was_taken_over_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = tmp_path / f"{os.getpid()}.board", tmp_path / "other.board"
+    monkeypatch.setattr(vllm_agent, "board_of", lambda url: other)
+
+    def tell(seat: VllmSeat) -> None:
+        seat._board = path
+        for changes, found in (({}, path), ({"started": 1}, other)):
+            BoardWriter(path, about(**changes))
+            seat._find_board()
+            assert seat._board == found
+
+    story(tell, tmp_path, monkeypatch)
 
 
 class Engine:

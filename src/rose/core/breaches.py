@@ -9,6 +9,9 @@ from the arrival on. This errs against lending: not every second lent in front o
 Time lent earlier in the same busy period, when no prompt waited, leaves more requests decoding than there would have
 been, and these make every step a little longer. How much cannot be told; misses that only this could explain are
 counted as `doubtful`, never hidden, and are no breaches.
+
+Whether a request kept its budgets is asked here too (`kept`, `kept_by_leaving`), so that one rule holds wherever there
+is lending. Who leaves between tokens counts as much as who ends: a stop string ends a request by cancelling it.
 """
 
 from __future__ import annotations
@@ -96,6 +99,18 @@ class Ledger:
         gaps = tokens - 1
         lent_s, taken_s = (self.total_lent_s - account.mark_s) / gaps, (now_s - account.first_token_s) / gaps
         return self._judge("tpot", self.budgets.tpot_s, taken_s, lent_s, now_s, request_id)
+
+    def kept(self, request_id: str, tokens: int, now_s: float) -> bool:
+        """With the last of so many tokens now: the first one in time, and the mean gap between the others."""
+        account = self._accounts[request_id]
+        first_token_s = now_s if account.first_token_s is None else account.first_token_s
+        gaps_s = self.budgets.tpot_s * max(0, tokens - 1)
+        return first_token_s - account.arrival_s <= self.budgets.ttft_s and now_s - first_token_s <= gaps_s
+
+    def kept_by_leaving(self, request_id: str, tokens: int, now_s: float) -> bool | None:
+        """As in `left`. None of who left without a token and in time: how it would have gone on nobody knows."""
+        is_kept = self.kept(request_id, tokens + 1, now_s)
+        return None if is_kept and self._accounts[request_id].first_token_s is None else is_kept
 
     def left(self, request_id: str, tokens: int, now_s: float) -> Breach | None:
         """Its client gave up with so many tokens made: as if the next one had come now, for earlier it did not."""

@@ -8,7 +8,8 @@ prompt that waits, an overload, no step that fits. It is open again with the nex
 When all rollouts have left a shut gate nobody asks there any more, and to call it open would only call them back. It
 stays shut until such a step as they wanted last would be let through; whoever keeps the watch asks that for them.
 
-A gate that is shut by the owner or the circuit breaker, or because nothing is lent at all, is not meant here.
+A gate that is shut by the owner's word (a pause, a drain, a dry run), by the circuit breaker, or because rollouts' own
+front does not read, is not meant here. One that the owner's limit on time shuts is: it opens again by itself.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class GateWatch:
             self._since_s = None
 
     def forget(self) -> None:
-        """It is not serving that keeps rollouts from running."""
+        """Nothing is lent at all: rollouts do not stand still behind this gate."""
         self._since_s = None
 
     def shut_s(self, now_s: float) -> float | None:

@@ -49,7 +49,7 @@ class MilestoneKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """`tokens`: of the prompt when it came, of the answer when it ended."""
+    """`tokens`: of the prompt when it came, of the answer when it ended or was gone."""
 
     kind: MilestoneKind
     key: int
@@ -154,7 +154,7 @@ class Doubt:
 
     def settle(self) -> None:
         """Steps fit."""
-        self.is_trying, self._since_s = False, None
+        self.is_trying, self._since_s, self._patience_s = False, None, DOUBT_S
 
     def grant(self, now_s: float) -> Grant | None:
         """No step fits, again: one token, or None while it is too early to try."""
@@ -170,12 +170,6 @@ class Doubt:
         is_quick = seconds <= self._block_s
         self._patience_s = DOUBT_S if is_quick else min(DOUBT_S_MAX, 2 * self._patience_s)
         return is_quick
-
-
-@dataclass(slots=True)
-class _Open:
-    arrival_s: float
-    first_token_s: float | None = None
 
 
 class PassiveLending:
@@ -197,7 +191,7 @@ class PassiveLending:
         self.ledger = Ledger(admission.budgets)
         self.lent_steps = self.lent_tokens = 0
         self.requests = self.attained = 0
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, bool] = {}  # requests that are here: whether they have their first token
         self._lent: deque[tuple[float, float]] = deque(maxlen=LENT_KEPT)
         self._served: deque[tuple[float, float]] = deque(maxlen=LENT_KEPT)
 
@@ -227,33 +221,34 @@ class PassiveLending:
         key, at_s = milestone.key, milestone.at_s
         if milestone.kind is MilestoneKind.CAME:
             self.admission.prompts.observe(milestone.tokens)
-            self._open[key] = _Open(at_s)
+            self._open[key] = False
             self.ledger.arrived(str(key), at_s)
             return None
-        account = self._open.get(key)
-        if account is None:
+        has_first_token = self._open.get(key)
+        if has_first_token is None:
             return None
         if milestone.kind is MilestoneKind.FIRST_TOKEN:
-            if account.first_token_s is not None:
+            if has_first_token:
                 return None
-            account.first_token_s = at_s
+            self._open[key] = True
             return self._lost(self.ledger.first_token(str(key), at_s))
         del self._open[key]
-        if milestone.kind is MilestoneKind.GONE or account.first_token_s is None:
+        if milestone.kind is MilestoneKind.GONE:
+            self._judge(self.ledger.kept_by_leaving(str(key), milestone.tokens, at_s), at_s)
+            return self._lost(self.ledger.left(str(key), milestone.tokens, at_s))
+        if not has_first_token:
             self.ledger.gone(str(key))
             return None
-        self._judge(account, milestone)
+        self._judge(self.ledger.kept(str(key), milestone.tokens, at_s), at_s)
         return self._lost(self.ledger.finished(str(key), milestone.tokens, at_s))
 
-    def _judge(self, account: _Open, end: Milestone) -> None:
-        budgets, first_s = self.admission.budgets, account.first_token_s
-        assert first_s is not None
-        gaps_s = budgets.tpot_s * max(0, end.tokens - 1)
-        is_attained = first_s - account.arrival_s <= budgets.ttft_s and end.at_s - first_s <= gaps_s
+    def _judge(self, is_attained: bool | None, at_s: float) -> None:
+        if is_attained is None:
+            return
         self.requests += 1
         self.attained += is_attained
         if self.admission.breaker is not None:
-            self.admission.breaker.finished(end.at_s, is_attained=is_attained)
+            self.admission.breaker.finished(at_s, is_attained=is_attained)
 
     def _lost(self, breach: Breach | None) -> Breach | None:
         if breach is not None and self.admission.breaker is not None:
@@ -265,15 +260,17 @@ class PassiveLending:
     def lent(
         self, step: FinishedStep, upper_s: float, serving_since_s: float = math.inf, stalled_s: float = 0.0
     ) -> Breach | None:
-        """A rollout step that ran. Time that serving's own steps took beside it is not the step's.
+        """A rollout step that ran. Time that serving's own steps took beside it says nothing of what it costs, but is
+        charged: it made them longer.
 
         `serving_since_s`: when the serving step that has not ended yet began. `stalled_s`: for how long the step was
-        kept from running by others, serving among them; in that time it held nothing that anybody could wait for.
+        kept from running by others, serving among them; in that time it held nothing that anybody could wait for, and
+        nothing was lent.
         """
         beside_s = _overlap_s(self._served, step.began_s, step.ended_s)
         beside_s += max(0.0, step.ended_s - max(step.began_s, serving_since_s))
-        others_s = min(step.seconds, max(beside_s, stalled_s))
-        own_s = step.seconds - others_s
+        held_s = step.seconds - min(step.seconds, stalled_s)
+        own_s = min(held_s, max(0.0, step.seconds - beside_s))
         is_trial = not self.rollout.model.is_calibrated
         if not beside_s:
             self.rollout.observe(step.features, own_s)
@@ -285,7 +282,7 @@ class PassiveLending:
         self._lent.append((step.began_s, step.ended_s))
         self.lent_steps += 1
         self.lent_tokens += step.features.new_tokens
-        breach = self.ledger.lent(step.began_s, step.ended_s, upper_s + others_s)
+        breach = self.ledger.lent(step.ended_s - held_s, step.ended_s, upper_s + held_s - own_s)
         if self.admission.breaker is not None:
             self.admission.breaker.lent(step.ended_s, is_late=breach is not None)
         return breach

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rose.config.device import cores_of
 from rose.errors import ConfigError
@@ -60,9 +60,13 @@ def pin(cores: tuple[int, ...]) -> None:
 
 
 def stand_back() -> None:
-    """This thread alone gets a tenth of what others on its cores get: they serve, and it only reads weights."""
+    """This thread alone gets a tenth of what others on its cores get: they serve, and it only reads weights.
+
+    Where that is denied the weights are read all the same.
+    """
     thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, max(READING_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, max(READING_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 @contextmanager

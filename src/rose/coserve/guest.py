@@ -17,6 +17,8 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from rose.coserve import messages
@@ -171,32 +173,32 @@ class Guest:
         self._loading = None
         if self._called_off == "absent" or self.failure:
             self.tell()
+        elif source != self._source:
+            self._read_weights()  # newer ones have come, and what was read may be gone from its folder
+            return
         elif error is not None:
             self.close(f"the rollout model could not be loaded: {error}")
             self.tell()
-        elif source != self._source:
-            self._read_weights()  # newer ones have come
-            return
         else:
             self.engine.swap(staged)
             self._arrive()
         self._called_off = None
 
     def fail(self, error: Exception) -> None:
-        """Its own code failed: it leaves for good, with a word to whoever listens."""
-        traceback.print_exception(error)
+        """Its own code failed: it leaves for good, with a word to whoever listens. Raises nothing."""
         self.failure = f"the rollout model was removed after a failure: {type(error).__name__}: {error}"
         self.close(self.failure)
         self.lender.stop(self.failure)
-        self.engine.limit_kv(0)  # its scheduler is ours, whatever state its engine is in
-        if self.memory is not None:
-            self.memory.remove_rollouts()
         self.place = "absent"
-        self.engine.release_weights()
-        if self.port is not None:
-            self.port.link.send(messages.Failed(messages.fault_of(error)))
-            self.port.link.close()
-            self.port = None
+        port, self.port = self.port, None
+        _try(partial(traceback.print_exception, error))
+        _try(partial(self.engine.limit_kv, 0))
+        if self.memory is not None:
+            _try(self.memory.remove_rollouts)
+        _try(self.engine.release_weights)
+        if port is not None:
+            _try(partial(port.link.send, messages.Failed(messages.fault_of(error))))
+            _try(port.link.close)
 
     # Requests
 
@@ -284,3 +286,12 @@ class Guest:
             self.memory.weights_swapped = True
         if self.place == "absent":
             self.engine.release_weights()
+
+
+def _try(clean_up: Callable[[], object]) -> None:
+    """After a failure, by code that may be what failed: whatever it raises, the rest is cleaned up too."""
+    try:
+        clean_up()
+    except Exception as error:
+        with suppress(OSError):  # nobody reads what is printed
+            traceback.print_exception(error)

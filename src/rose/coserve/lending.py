@@ -26,7 +26,7 @@ from rose.core.facts import RolloutView, RunningRequest, ServingView, StepFeatur
 from rose.core.gates import GateWatch
 from rose.core.memory import LendingStretch
 from rose.core.ration import Ration
-from rose.core.slo import Budgets, decode_slack_s, look_ahead, prefill_slack_s
+from rose.core.slo import decode_slack_s, look_ahead, prefill_slack_s
 from rose.engines.base import Budget, Request, StepEngine, StepPlan, TokenEvent
 from rose.engines.scheduler import BatchScheduler, LiveRequest
 
@@ -55,14 +55,8 @@ class NextStep:
 
 @dataclass(slots=True)
 class _Answer:
-    first_token_s: float
     tokens: int = 0
     last_token_s: float = 0.0
-
-    def keeps(self, budgets: Budgets, arrival_s: float) -> bool:
-        """First token in time, and the mean gap between the others."""
-        gaps_s = budgets.tpot_s * (self.tokens - 1)
-        return self.first_token_s - arrival_s <= budgets.ttft_s and self.last_token_s - self.first_token_s <= gaps_s
 
 
 class Lender:
@@ -105,15 +99,12 @@ class Lender:
         self._came[request.request_id] = (request.arrival_s, self.ledger.total_lent_s)
 
     def serving_gone(self, request_id: str, now_s: float) -> list[Breach]:
-        """Taken out from outside, cancelled or evicted. Who gave up waiting has missed its deadline too."""
-        came = self._came.pop(request_id, None)
-        if came is None:
+        """Taken out from outside: cancelled, as by a stop string, or evicted. Judged as if its next token came now."""
+        if self._came.pop(request_id, None) is None:
             return []
-        so_far = self._answers.pop(request_id, None) or _Answer(now_s)
-        breach = self.ledger.left(request_id, so_far.tokens, now_s)
-        at_best = _Answer(so_far.first_token_s, so_far.tokens + 1, now_s)
-        if self.admission.breaker is not None and not at_best.keeps(self.admission.budgets, came[0]):
-            self.admission.breaker.finished(now_s, is_attained=False)
+        tokens = self._answers.pop(request_id, _Answer()).tokens
+        self._judge(self.ledger.kept_by_leaving(request_id, tokens, now_s), now_s)
+        breach = self.ledger.left(request_id, tokens, now_s)
         return self._lost([breach] if breach is not None else [])
 
     def stop(self, reason: str) -> None:
@@ -154,6 +145,10 @@ class Lender:
         found = [self._token_made(event, end_s) for event in events]
         return self._lost([breach for breach in found if breach is not None])
 
+    def _judge(self, is_attained: bool | None, now_s: float) -> None:
+        if self.admission.breaker is not None and is_attained is not None:
+            self.admission.breaker.finished(now_s, is_attained=is_attained)
+
     def _lost(self, deadlines: list[Breach]) -> list[Breach]:
         if self.admission.breaker is not None:
             for breach in deadlines:
@@ -173,8 +168,9 @@ class Lender:
     def _lend(self, now_s: float) -> NextStep | None:
         self.last_grant = grant = self._decide(now_s)
         is_open, has_work = grant.is_open(now_s), self.rollout.scheduler.has_work()
-        self._watch(has_work, is_open, now_s)
-        return self._planned(grant) if is_open and has_work else None
+        step = self._planned(grant) if is_open and has_work else None
+        self._watch(has_work, step is not None if has_work else is_open, now_s)
+        return step
 
     def _planned(self, grant: Grant) -> NextStep | None:
         tokens, sequences = grant.tokens, grant.sequences
@@ -190,12 +186,12 @@ class Lender:
             sequences = max(1, int(plan.features.sequences * shrink))
         return None
 
-    def _watch(self, has_work: bool, is_open: bool, now_s: float) -> None:
-        """Whether it is serving that keeps rollouts from running, or would those that have left."""
+    def _watch(self, has_work: bool, is_let: bool, now_s: float) -> None:
+        """Whether rollouts stand still behind the gate, or would those that have left."""
         if self.stopped or self.held_up or self.dry_run is not None or self.is_resting(now_s):
             self.gate.forget()
-        elif has_work or is_open:
-            self.gate.asked(now_s, is_let=is_open)
+        elif has_work or is_let:
+            self.gate.asked(now_s, is_let=is_let)
         else:
             self.gate.left(now_s)
 
@@ -225,7 +221,7 @@ class Lender:
         name, breach = event.request_id, None
         answer = self._answers.get(name)
         if answer is None:
-            answer = self._answers[name] = _Answer(now_s)
+            answer = self._answers[name] = _Answer()
             breach = self.ledger.first_token(name, now_s)
         answer.tokens += len(event.token_ids)
         answer.last_token_s = now_s
@@ -234,8 +230,7 @@ class Lender:
         del self._answers[name]
         arrival_s, lent_before_s = self._came.pop(name)
         self.stretch.finished(now_s - arrival_s, self.ledger.total_lent_s - lent_before_s)
-        if self.admission.breaker is not None:
-            self.admission.breaker.finished(now_s, is_attained=answer.keeps(self.admission.budgets, arrival_s))
+        self._judge(self.ledger.kept(name, answer.tokens, now_s), now_s)
         return self.ledger.finished(name, answer.tokens, now_s) or breach
 
     # How it stands

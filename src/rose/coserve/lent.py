@@ -2,10 +2,10 @@
 
 Between two steps it takes the commands of both sides, then asks the lender whose step is next. Serving's commands are
 taken last, so that a decision knows of everybody who has come, and rollouts' for a millisecond at most: a flood of them
-is heard over many steps. What goes wrong on the rollout side stays there: an exception in its engine, memory or port
-removes the rollout model from the device; a rollout front that is gone leaves an empty seat; for one that does not
-read nothing more is made, and in the end it is given up; serving goes on. What goes wrong on the serving side is the
-end of the process, as on any other device.
+is heard over many steps. What goes wrong on the rollout side stays there: an exception in its engine, memory or port,
+by the owner's word or without, removes the rollout model from the device; a rollout front that is gone leaves an empty
+seat; for one that does not read nothing more is made, and in the end it is given up; serving goes on. What goes wrong
+on the serving side is the end of the process, as on any other device.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rose.coserve.link import Closed, EngineLink, wait_any
 from rose.coserve.owner import Owner
 from rose.coserve.port import Port
 from rose.engines.base import Budget
+from rose.errors import RequestRefused, RoseError
 
 ASK_AGAIN_S = 0.05  # rollouts that may not run now could a little later, without anybody saying so
 ROLLOUTS_HEARD_S = 0.001  # between two steps: some dozens of turns, and little beside a step
@@ -53,7 +54,7 @@ class LentExecutor:
             now_s=now_s,
             on_add=lender.serving_added,
             on_gone=self._serving_gone,
-            on_control=owner.obey,
+            on_control=self._obey_owner,
             lending=owner.status,
         )
 
@@ -64,6 +65,7 @@ class LentExecutor:
             serving.obey_all()
             if serving.leaving:
                 return
+            serving.link.flush()
             if serving.link.congested or not self._step():
                 self._sleep()
 
@@ -136,14 +138,24 @@ class LentExecutor:
             return
         port.obey_all(ROLLOUTS_HEARD_S)
         port.link.flush()
-        if port.leaving or port.link.is_stalled:
+        if port.leaving or port.link.is_stalled or port.link.is_overfull:
             guest.detach()
+
+    def _obey_owner(self, control: messages.Control) -> None:
+        """The owner's word is carried out by rollouts' code: what fails there is theirs, and he is told."""
+        try:
+            self._owner.obey(control)
+        except RoseError:
+            raise
+        except Exception as error:
+            self._guest.fail(error)
+            raise RequestRefused(self._guest.failure, hint="restart the device to lend it again") from error
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Do something for the rollouts; whatever it raises, serving does not notice."""
         try:
             work()
         except Closed:
-            self._guest.detach()
+            self._guarded(self._guest.detach)
         except Exception as error:
             self._guest.fail(error)

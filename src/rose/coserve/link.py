@@ -48,6 +48,11 @@ class EngineLink:
         return len(self._outgoing) > BUFFER_BYTES
 
     @property
+    def is_overfull(self) -> bool:
+        """Congested, and made to hold as much again: its front goes on sending commands and does not read replies."""
+        return len(self._outgoing) > 2 * BUFFER_BYTES
+
+    @property
     def is_stalled(self) -> bool:
         """The front has taken nothing for long. Only a `flush` finds out that it takes something again."""
         return self._stuck_since_s is not None and time.monotonic() - self._stuck_since_s >= STALL_S

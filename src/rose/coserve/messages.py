@@ -188,7 +188,7 @@ class LendingStatus(msgspec.Struct, frozen=True):
     dry_run: DryRunStatus | None = None
     slack_s: float | None = None  # what serving can spare just now, of its share of the budgets
     is_resting: bool = False  # the circuit breaker has stopped lending for a while
-    shut_s: float | None = None  # rollouts stand still for so long because of serving (`core.gates`); None: they do not
+    shut_s: float | None = None  # no step was let through for so long, by serving or the limit on time (`core.gates`)
 
 
 class Breached(msgspec.Struct, frozen=True, tag=True):

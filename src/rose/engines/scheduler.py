@@ -33,6 +33,8 @@ from rose.engines.base import (
 from rose.engines.blocks import BlockPool, block_digest, root_digest
 from rose.errors import ContextTooLong, QueueFull, RequestRefused, Unavailable
 
+GONE_KEPT = 64  # entries in the queue of requests that are gone: so many are cheaper to skip than to take out
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -463,6 +465,13 @@ class BatchScheduler:
             self._release(sequence)
         else:
             self._waiting_count -= 1
+            self._drop_gone()
+
+    def _drop_gone(self) -> None:
+        """`plan` skips those that went while they waited; behind a shut gate nothing is planned, and they pile up."""
+        if len(self._waiting) > 2 * self._waiting_count + GONE_KEPT:
+            self._waiting = [entry for entry in self._waiting if self._is_waiting(entry[1])]
+            heapq.heapify(self._waiting)
 
     def _release(self, sequence: LiveRequest) -> None:
         self.running.remove(sequence)

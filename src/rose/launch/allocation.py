@@ -20,7 +20,7 @@ NAMES = {field.name for field in fields(Cycle)}
 
 
 def allocation_of(lines: Sequence[Line]) -> Line:
-    """Two figures: the share of the time of steps, None if nothing was borrowed, and how many cycles came to an end."""
+    """Two figures: the share of the time of steps, None if nothing was borrowed, and how many cycles ended in it."""
     overhead_s = time_s = 0.0
     had = returned = 0
     for attempt in attempts(lines):
@@ -31,7 +31,8 @@ def allocation_of(lines: Sequence[Line]) -> Line:
             time_s += ended_s - began_s
             overhead_s += allocation_overhead_s(cycles, began_s, ended_s)
             had += len(cycles)
-            returned += sum(cycle.returned_s is not None and cycle.returned_s <= ended_s for cycle in cycles)
+            ends_s = [cycle.returned_s for cycle in cycles if cycle.returned_s is not None]
+            returned += sum(began_s <= end_s <= ended_s for end_s in ends_s)
     share = overhead_s / time_s if had and time_s > 0 else None
     return {"allocation_overhead_share": share, "borrow_cycles": returned}
 

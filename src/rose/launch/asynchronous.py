@@ -65,8 +65,9 @@ class AsynchronousJob(Job):
         self._check(report)
         live.phase = "publishing"
         await meter.look()
-        weights = await self._publish_on() if report.verdict in CHANGES else {}
-        self._watch(step)
+        is_changed = report.verdict in CHANGES
+        weights = await self._publish_on() if is_changed else {}
+        self._watch(step, is_changed)
         await meter.look()
         names = {"step": step, "is_borrowed": is_borrowed, "version": self.learner.published.label}
         self._tell(names | weights | shown_played(played) | shown(report) | meter.line())
@@ -102,13 +103,16 @@ class AsynchronousJob(Job):
         self.flow.published(published.version.version)
         return await self.publish(published, wait_s=0.0)
 
-    def _watch(self, step: int) -> None:
-        watcher = asyncio.create_task(self._until_taken(self.learner.published, step))
+    def _watch(self, step: int, is_changed: bool) -> None:
+        watcher = asyncio.create_task(self._until_taken(self.learner.published, step, is_changed))
         self.watchers.add(watcher)
         watcher.add_done_callback(self.watchers.discard)
 
-    async def _until_taken(self, published: Published, step: int) -> None:
-        """Others may begin once every worker that writes anything writes it with these weights, or newer ones."""
+    async def _until_taken(self, published: Published, step: int, is_changed: bool) -> None:
+        """Others may begin once every worker that writes anything writes it with these weights, or newer ones.
+
+        For weights that the step has not changed nobody stood still: what members tell is of the step that did.
+        """
         assert self.flow is not None
         began_s = time.monotonic()
         with contextlib.suppress(RoseError):  # whoever plays through the gateway will say so
@@ -117,9 +121,9 @@ class AsynchronousJob(Job):
             for name in behind:
                 self._tell_behind(name, published.label, f"it has not taken it within {PUBLISH_S_MAX:g} s")
             took_s = round(time.monotonic() - began_s, 4)
-            pauses_s = [member["seconds"].get("commit", 0.0) for member in await self._working()]
+            pause_s = _pause_s(await self._working()) if is_changed else None
             self.folder.record("sync", step=step, version=published.label, took_s=took_s, behind=behind,
-                               pause_s=round(max(pauses_s, default=0.0), 5))  # fmt: skip
+                               pause_s=pause_s)  # fmt: skip
         self.flow.reached(step)
 
     async def _working(self) -> list[dict[str, Any]]:
@@ -180,6 +184,12 @@ class Meter:
 def grown(before: int, after: int) -> int:
     """Of a counter that begins anew when its process does."""
     return after - before if after >= before else after
+
+
+def _pause_s(members: Sequence[dict[str, Any]]) -> float | None:
+    """How long turns stood still, where it was longest; None if nobody tells, as after a restart of the gateway."""
+    told_s = [member["seconds"]["commit"] for member in members if "commit" in member["seconds"]]
+    return round(max(told_s), 5) if told_s else None
 
 
 def _behind(members: Sequence[dict[str, Any]], published: Published) -> list[str]:

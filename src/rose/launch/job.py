@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 PUBLISH_S_MAX = 60.0  # a worker that has not taken a version by then is left behind; it gets no turns until it has
 WITH_AND_WITHOUT = (True, False, False, True)
+MEND = "mend the environment, or give it more time (patience.reset_s_max, patience.step_s_max)"
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class Job:
             self.screen.say(f"  {episodes(count)} given up: {reason}")
 
     async def learn(self, played: Played) -> StepReport:
-        """Raises TrainingStarved; if environments are to blame it says so."""
+        """Raises TrainingStarved; it says so if episodes failed, and if most did they are to blame."""
         try:
             return await self.learner.learn(played.kept, played.counts)
         except RoseError as error:
@@ -123,8 +124,8 @@ class Job:
                 raise
             reason, count = next(iter(commonest(played.failures).items()))
             what = f"{error.what}; in the last one {episodes(count)} given up: {reason}"
-            hint = "mend the environment, or give it more time (patience.reset_s_max, patience.step_s_max)"
-            raise type(error)(what, hint=hint) from error
+            is_to_blame = len(played.failures) > played.trajectories
+            raise type(error)(what, hint=MEND if is_to_blame else error.hint) from error
 
     async def publish(self, published: Published, wait_s: float = PUBLISH_S_MAX) -> dict[str, Any]:
         """Until every worker that is there runs it, if anybody waits; what it took, for the step's line."""

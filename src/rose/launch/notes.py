@@ -49,13 +49,15 @@ def unmet_words(unmet: Line) -> str:
 
 
 def commonest(failures: Sequence[str]) -> dict[str, int]:
-    """Why episodes failed and how many did, the commonest reasons only.
+    """Why episodes failed and how many did, the commonest reasons only."""
+    return dict(_counted(failures).most_common(FAILURES_TOLD))
 
-    Reasons that differ in numbers only, a seed or a time, are one; it is told as it came first.
-    """
-    kinds = [NUMBERS.sub("0", reason) for reason in failures]
-    first = dict(zip(reversed(kinds), reversed(failures)))
-    return {first[kind]: count for kind, count in Counter(kinds).most_common(FAILURES_TOLD)}
+
+def _counted(reasons: Sequence[str]) -> Counter[str]:
+    """Those that differ in numbers only, a seed or a time, are one; it is told as it came first."""
+    kinds = [NUMBERS.sub("0", reason) for reason in reasons]
+    first = dict(zip(reversed(kinds), reversed(reasons)))
+    return Counter({first[kind]: count for kind, count in Counter(kinds).items()})
 
 
 def _late(lendings: Sequence[Line]) -> Iterator[str]:
@@ -91,9 +93,12 @@ def _deaths(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _standstills(lines: Sequence[Line]) -> Iterator[str]:
-    counts = Counter((line.get("worker", "borrowed"), line["why"]) for line in lines)
-    for (worker, why), count in counts.items():
-        yield f"worker {worker} took no turns for a while: {why}" + (f" ({count} times)" if count > 1 else "")
+    reasons: dict[str, list[str]] = {}
+    for line in lines:
+        reasons.setdefault(line.get("worker", "borrowed"), []).append(line["why"])
+    for worker, told in reasons.items():
+        for why, count in _counted(told).items():
+            yield f"worker {worker} took no turns for a while: {why}" + (f" ({count} times)" if count > 1 else "")
 
 
 def _behind(lines: Sequence[Line]) -> Iterator[str]:

@@ -173,7 +173,8 @@ class Rollouts:
         """As many as a step plays; an environment that computes for microseconds is never in anybody's way."""
         at_once = self._settings.groups.groups * self._settings.groups.size
         is_quick = self._agents is None and getattr(self._entry.make, "is_quick", False)
-        return max(at_once, HELD_OUT_QUICK) if is_quick else at_once
+        is_hindered = self._settings.trouble.is_any
+        return max(at_once, HELD_OUT_QUICK) if is_quick and not is_hindered else at_once
 
     async def _play_held_out(self, episode: Episode, room: asyncio.Semaphore) -> Trajectory | None:
         seed = episode.seed if self._agents is None else episode.sampling.seed

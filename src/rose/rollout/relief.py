@@ -60,7 +60,9 @@ class Relief:
         return isinstance(decision, Place) and decision.worker != member.name
 
     def _is_able(self, member: Member, now_s: float) -> bool:
-        return self._pool.view(member).is_open and now_s >= member.closed_until_s
+        """Seats behind a gate that serving has shut are no room: whoever went there would only wait again."""
+        view = self._pool.view(member)
+        return view.is_open and view.gated_since_s is None and now_s >= member.closed_until_s
 
     def _is_stuck(self, turn: LiveTurn, member: Member, now_s: float) -> bool:
         """A member that says that its gate is shut, or that takes new weights, has its reason to be quiet."""

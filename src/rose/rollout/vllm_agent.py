@@ -13,8 +13,9 @@ with the last weights that were whole.
 The gateway may have the engine parked while there is no work: its gate is shut, its turns are handed back and its KV
 memory goes to the machine; when it is called back, its cache is let go again, in the time of one wake-up.
 
-Whether serving has shut the gate for the moment is seen in what the engine shows of its steps. Without turns it asks
-its gate nothing, so then nobody knows, and the gate is not called shut.
+Whether serving has shut the gate for the moment is seen in what the engine shows of its steps. When all turns have left
+a shut gate it asks for them, and the gate stays shut until such a step would be let through. An engine that shows
+nothing for seconds hangs, and does not pass for one that waits.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from rose.coserve.guest import UNWANTED
 from rose.coserve.mailbox import Mailbox
 from rose.engines.base import EngineFacts, Request
 from rose.engines.vllm.desk import Status, Terms
-from rose.engines.vllm.finding import board_of, own_folder
+from rose.engines.vllm.finding import board_of, is_shown, own_folder
 from rose.engines.vllm.process import EngineProcess
 from rose.engines.vllm.starting import RolloutEngine
 from rose.engines.vllm.worker import VllmWorker, engine_facts
 from rose.errors import ConfigError, ModelError, QueueFull, RequestRefused, RoseError, Unavailable
 from rose.front.tally import Tally
+from rose.rollout.condition import WORD_S_MAX
 from rose.rollout.vllm_status import lending_status_of
 
 logger = logging.getLogger("rose.agent")
@@ -145,12 +147,18 @@ class VllmSeat:
 
     def _look_at_gate(self, now_s: float) -> None:
         self._looked_s, status = now_s, self.status
-        if status is None or self.trouble is not None or not (status.running or status.waiting):
+        is_shut_off = self.trouble is not None or bool(self.wishes.get("dry_run"))
+        if status is None or is_shut_off or now_s - status.at_s > WORD_S_MAX:
             self._gate.forget()
             return
-        is_let = status.steps != self._steps_seen or (status.gate_open and now_s < status.until_s)
+        has_turns = bool(status.running or status.waiting)
+        is_open = status.gate_open and (now_s < status.until_s or not has_turns)
+        is_let = is_open or status.steps != self._steps_seen
         self._steps_seen = status.steps
-        self._gate.asked(now_s, is_let=is_let)
+        if has_turns or is_let:
+            self._gate.asked(now_s, is_let=is_let)
+        else:
+            self._gate.left(now_s)
 
     @property
     def status(self) -> Status | None:
@@ -311,7 +319,9 @@ class VllmSeat:
     def _is_well(self) -> bool:
         if self._process is None or self._worker is None or not self._process.is_running:
             return False
-        return self._worker.behind_s < HANG_S
+        with suppress(Unavailable):  # it has just died
+            return self._worker.behind_s < HANG_S
+        return False
 
     async def _bury(self) -> None:
         if self._process is None:
@@ -324,13 +334,16 @@ class VllmSeat:
         await process.close()
 
     def _beat(self) -> None:
-        """Renew the grant, if there is somebody to lend beside."""
-        self._find_board()
-        if self._worker is not None:
-            with suppress(Unavailable):
-                self._worker.wish(**self._control())
-        self._look_at_gate(time.monotonic())
-        self.on_lending()
+        """Renew the grant, if there is somebody to lend beside, and tell of it. Whatever fails, the engine is kept."""
+        try:
+            self._find_board()
+            if self._worker is not None:
+                with suppress(Unavailable):
+                    self._worker.wish(**self._control())
+            self._look_at_gate(time.monotonic())
+            self.on_lending()
+        except Exception:
+            logger.exception("a grant was not renewed, or nobody was told of it")
 
     def _control(self) -> dict[str, object]:
         terms = self.lending.terms(self._board) if self._board is not None else None
@@ -344,7 +357,7 @@ class VllmSeat:
     def _find_board(self) -> None:
         if not self.lending.serving_url:
             return
-        if self._board is not None and self._board.exists() and Path(f"/proc/{self._board.stem}").exists():
+        if self._board is not None and is_shown(self._board):
             return
         before = self._no_board
         try:

@@ -36,7 +36,7 @@ from rose.errors import ConfigError, Unavailable
 from rose.models.folder import load_model_folder
 from rose.models.presets import write_preset
 from rose.models.tokenizer import Tokenizer
-from rose.train import imitation
+from rose.train import imitation, recipes
 from rose.train import model as trained_model
 from rose.train.checkpoint import export_model
 from rose.train.imitation import Game, imitate
@@ -87,7 +87,8 @@ def cache_folder() -> Path:
 def _digest(recipe: Recipe) -> str:
     """Of the recipe, and of the sources that carry it out."""
     digest = hashlib.sha256(f"{recipe} {torch.__version__}".encode())
-    for source in (__file__, imitation.__file__, trained_model.__file__, frozenlake.__file__, play.__file__):
+    own = (__file__, imitation.__file__, recipes.__file__, trained_model.__file__)
+    for source in (*own, frozenlake.__file__, play.__file__):
         digest.update(Path(source).read_bytes())
     return digest.hexdigest()[:16]
 

@@ -75,7 +75,7 @@ class Fleet:
     reclaims: Column
     exposure_s: Column
     told_s: Column
-    shut_s: Column  # that its gate usually stays shut
+    shut_s: Column  # that its gate usually stays shut when serving shuts it
     room_tokens: Column  # the largest turn it can take
     spare_tokens: Column  # the same for a trajectory whose prefix is nowhere
     free_tokens: Column  # neither held nor kept for trajectories between two turns; less than 0 if promised twice
@@ -112,8 +112,8 @@ class Fleet:
         if row is None:
             row = self._insert(view)
         self.seats[row], self.kv_tokens[row] = view.seats, view.kv_tokens
-        self.closed_until_s[row] = view.closed_until_s if view.is_open else math.inf
         self._learn_shut(row, view)
+        self.closed_until_s[row] = view.closed_until_s if view.is_open else math.inf
         self.gated_since_s[row] = math.inf if view.gated_since_s is None else view.gated_since_s
         self.slack_s[row] = math.inf if view.slack_s is None else view.slack_s
         if view.prefill_tok_s:
@@ -131,9 +131,12 @@ class Fleet:
         column[row] += (told_s - column[row]) * (1.0 if is_first else RATE_WEIGHT)
 
     def _learn_shut(self, row: int, view: WorkerView) -> None:
-        """Its gate was shut when we last heard of it, and has been opened since."""
+        """Its gate was shut when we last heard of it, and has been opened since.
+
+        By serving, that is: a worker that called itself closed was its owner's or its circuit breaker's affair.
+        """
         seen_s = view.opened_s - float(self.gated_since_s[row])
-        if seen_s > 0:
+        if seen_s > 0 and math.isfinite(self.closed_until_s[row]):
             usual_s = float(self.shut_s[row])
             self.shut_s[row] += SHUT_WEIGHT * (min(seen_s, SHUT_MAX * usual_s) - usual_s)
 

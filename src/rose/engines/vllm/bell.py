@@ -3,6 +3,8 @@
 Ringing is one system call of a microsecond, which waits for nobody, whether anybody listens or not (a futex of Linux).
 The kernel compares the number before it lets anybody sleep, so that no ring is missed. Where it has no such call, or
 forbids it, who waits looks again every few milliseconds.
+
+Who rings keeps Python's lock, for which others in its process would make it wait longer than the call takes.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import ctypes
 import errno
 import platform
 import time
+from contextlib import suppress
 from functools import partial
 
 from rose.engines.vllm.mapped import WORD, MappedFile
@@ -20,17 +23,19 @@ FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine())  #
 WAIT, WAKE, ALL = 0, 1, 0x7FFFFFFF
 EXPECTED = (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)  # rung already, disturbed, too long
 
-_call = ctypes.CDLL(None, use_errno=True).syscall
-_call.restype = ctypes.c_long
-_call.argtypes = (
-    ctypes.c_long,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_uint32,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_uint32,
-)
+_wait = ctypes.CDLL(None, use_errno=True).syscall
+_wake = ctypes.PyDLL(None).syscall
+for _call in (_wait, _wake):
+    _call.restype = ctypes.c_long
+    _call.argtypes = (
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+    )
 
 
 class _Seconds(ctypes.Structure):
@@ -43,7 +48,7 @@ class Bell:
     def __init__(self, file: MappedFile, word: int) -> None:
         self._file, self._word = file, word
         self._address = file.address + word * WORD
-        self._wake = partial(_call, FUTEX or 0, self._address, WAKE, ALL, None, None, 0)
+        self._wake = partial(_wake, FUTEX or 0, self._address, WAKE, ALL, None, None, 0)
 
     @property
     def number(self) -> int:
@@ -58,8 +63,14 @@ class Bell:
         if FUTEX is not None and timeout_s > 0:
             limit = _Seconds(int(timeout_s), int(timeout_s % 1 * 1e9))
             low = number & 0xFFFFFFFF
-            if _call(FUTEX, self._address, WAIT, low, ctypes.byref(limit), None, 0) == 0:
+            if _wait(FUTEX, self._address, WAIT, low, ctypes.byref(limit), None, 0) == 0:
                 return
             if ctypes.get_errno() in EXPECTED:
                 return
-        time.sleep(max(0.0, min(timeout_s, POLL_S)))
+        self._look_out(number, timeout_s)
+
+    def _look_out(self, number: int, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        with suppress(ValueError):  # the file was closed meanwhile
+            while self.number == number and (left_s := deadline_s - time.monotonic()) > 0:
+                time.sleep(min(left_s, POLL_S))

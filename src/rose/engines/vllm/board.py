@@ -14,8 +14,8 @@ A board belongs to one boot of one process. Its reader holds the process by a de
 for dead at once and a reused process id is not taken for it. An idle engine writes nothing, so silence proves nothing;
 but an engine that has work and is silent is *stale*. A writer that met an error says so and never writes again.
 
-Who waits for a chance need not look all the time: a bell is rung at every step's end, and another one when there is
-nothing left to do.
+Who waits for a chance need not look all the time: a bell is rung at whatever is shown, once for a step and the view
+before it, and another one when there is nothing left to do.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from rose.engines.vllm.bell import Bell
 from rose.engines.vllm.mapped import WORD, MappedFile, Ring, Slots, Torn
 from rose.errors import Unavailable
 
-LAYOUT = 3
+LAYOUT = 4
 HEAD_BYTES = 4096
 OFF_WORD, OFF_BYTES = 256, 1024  # where in the head the writer says that it has stopped, and why
-IDLE_WORD = 448  # how often serving ran out of work
+IDLE_WORD, NEWS_WORD = 448, 449  # how often serving ran out of work, and showed anything
 WAITING_SHOWN = 64  # admission closes long before this many wait
 RUNNING_SHOWN = 1024
 STEPS_KEPT, STEP_VALUES = 512, 10
@@ -104,7 +104,7 @@ class BoardWriter:
         self._views = Slots(self._file, _VIEW_AT, _VIEW_BYTES)
         self._steps = Ring(self._file, _STEPS_AT, STEPS_KEPT, STEP_VALUES)
         self._milestones = Ring(self._file, _MILESTONES_AT, MILESTONES_KEPT, MILESTONE_VALUES)
-        self._stepped, self._idle = Bell(self._file, _STEPS_AT // WORD), Bell(self._file, IDLE_WORD)
+        self._news, self._idle = Bell(self._file, NEWS_WORD), Bell(self._file, IDLE_WORD)
         self._number = self._view_slot = 0
 
     def busy_since(self, began_s: float) -> None:
@@ -118,7 +118,7 @@ class BoardWriter:
         self._number += is_view
         self._steps.append(*step, self._view_slot, self._number, kv_used_blocks, together)
         self._file.floats[BUSY_WORD] = busy_since_s
-        self._stepped.ring()
+        self._tell()
 
     def milestone(self, kind: MilestoneKind, key: int, at_s: float, tokens: int = 0) -> None:
         self._milestones.append(kind, key, at_s, tokens)
@@ -131,10 +131,12 @@ class BoardWriter:
         kv_used_blocks: int,
         last: Told = NO_STEP,
         together: int = 0,
+        is_step_next: bool = False,
     ) -> None:
         """`waiting`: arrival and tokens left of each; `running`: last token, context less `together`, and arrival.
 
-        An array of floats is taken as it is; of anything else one is made first.
+        An array of floats is taken as it is; of anything else one is made first. With `is_step_next` ringing is left
+        to the step that it belongs to.
         """
         self._number += 1
         waiting = waiting if len(waiting) <= 2 * WAITING_SHOWN else waiting[: 2 * WAITING_SHOWN]
@@ -146,6 +148,12 @@ class BoardWriter:
         if not waiting and not running:
             self._file.words[IDLE_WORD] += 1
             self._idle.ring()
+        if not is_step_next:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._file.words[NEWS_WORD] += 1
+        self._news.ring()
 
     def turn_off(self, why: str) -> None:
         """Nothing will be written any more, and readers know why."""
@@ -193,7 +201,7 @@ class BoardReader:
         self._views = Slots(self._file, _VIEW_AT, _VIEW_BYTES)
         self._steps = Ring(self._file, _STEPS_AT, STEPS_KEPT, STEP_VALUES)
         self._milestones = Ring(self._file, _MILESTONES_AT, MILESTONES_KEPT, MILESTONE_VALUES)
-        self.stepped, self.idle = Bell(self._file, _STEPS_AT // WORD), Bell(self._file, IDLE_WORD)
+        self.news, self.idle = Bell(self._file, NEWS_WORD), Bell(self._file, IDLE_WORD)
         self._steps_seen = self._milestones_seen = 0
         self._arrivals: deque[tuple[int, WaitingRequest]] = deque(maxlen=WAITING_SHOWN)
 
@@ -223,7 +231,7 @@ class BoardReader:
         if seen is None:
             return "the serving engine has shown nothing yet"
         if not seen.view.is_idle and now_s - seen.written_s > STALE_S:
-            return f"the serving engine has work and has been silent for {now_s - seen.written_s:.0f} s"
+            return f"the serving engine has work and is silent: for {now_s - seen.written_s:.0f} s"
         return ""
 
     def look(self) -> Seen | None:

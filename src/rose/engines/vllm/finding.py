@@ -53,6 +53,14 @@ def boards() -> list[tuple[Path, About]]:
     return found
 
 
+def is_shown(path: Path) -> bool:
+    """Whether a board's engine lives, which another process of the same id is not."""
+    with suppress(Unavailable):
+        BoardReader(path).close()
+        return True
+    return False
+
+
 def board_of(serving_url: str) -> Path:
     """Of the server at this address. Raises Unavailable if nobody listens there, ConfigError if it shows nothing."""
     port = urlsplit(serving_url).port or 80

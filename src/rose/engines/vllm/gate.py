@@ -5,6 +5,9 @@ a serving engine, what `core.passive` decides from its board: a dead engine, a s
 whose steps are not known yet is a closed gate. Both are read anew before every step. While it is closed nobody polls:
 threads that only wait are told by a bell when the agent has written something, or serving has.
 
+When all rollouts have left while it was closed, it is asked for them from then on: it would be called open otherwise,
+and they would come back to find it closed.
+
 A new boot of the serving engine is another board: what its steps cost is learnt again. What is known of the rollout
 engine's own steps stays.
 """
@@ -61,6 +64,7 @@ class Gate:
         self._began: tuple[float, StepFeatures, float, float] | None = None
         self._stalled_s = stalled_s or Stalled().seconds
         self._stalled_before_s = 0.0  # when it was last asked
+        self._left = RolloutView()  # what those wanted who may have left a closed gate
         self._closed: tuple[str, float] | None = None
         self._closed_s: dict[str, float] = {}
 
@@ -72,7 +76,7 @@ class Gate:
         self.obey()
         if self._beside is not None:
             self._beside.listen()
-        self.last_grant = grant = self._decide(rollouts, now_s)
+        self.last_grant = grant = self._decide(rollouts if _wants(rollouts) else self._left, now_s)
         self._note(grant, rollouts, now_s)
         return grant
 
@@ -94,6 +98,10 @@ class Gate:
         """Whether the agent has written something that is not obeyed yet."""
         return self._sheet.number != self.control_number
 
+    def is_keen(self, *, has_work: bool) -> bool:
+        """Whether every chance counts: rollouts wait for one, or the owner wants to know how many there are."""
+        return has_work or self.control.dry_run
+
     def wait_for_word(self, timeout_s: float) -> bool:
         """Whether the agent has written something new, within this time at most."""
         self._sheet.wait(self.control_number, timeout_s)
@@ -113,7 +121,9 @@ class Gate:
             why, since_s = self._closed
             known = why if why in self._closed_s or len(self._closed_s) < REASONS_MAX else "other"
             self._closed_s[known] = self._closed_s.get(known, 0.0) + now_s - since_s
-        is_waiting = rollouts.decoding + rollouts.prompt_tokens > 0 and not grant.is_open(now_s)
+        is_waiting = _wants(rollouts) and not grant.is_open(now_s)
+        if _wants(rollouts):
+            self._left = rollouts if is_waiting else RolloutView()
         self._closed = (grant.reason.partition(":")[0], now_s) if is_waiting else None
 
     def _decide(self, rollouts: RolloutView, now_s: float) -> Grant:
@@ -192,12 +202,12 @@ class Gate:
         if self._began is None:
             return
         (began_s, features, upper_s, before_s), self._began = self._began, None
-        now_s, stalled_s = self._now_s(), self._stalled_s() - before_s
-        step = FinishedStep(began_s, now_s, features)
+        step = FinishedStep(began_s, self._now_s(), features)
+        stalled_s = min(step.seconds, self._stalled_s() - before_s)
         if self._beside is None:
             self._rollout.observe(features, step.seconds - stalled_s)
             return
-        self._ration.spend(step.seconds, now_s)
+        self._ration.spend(step.seconds - stalled_s, step.ended_s)
         self._beside.lent(step, upper_s, stalled_s)
 
     def lent(self) -> Lent:
@@ -246,12 +256,12 @@ class _Beside:
 
     def listen(self) -> None:
         """Whatever rings from now on may change what is decided now."""
-        self._rung = (self.board.idle.number, self.board.stepped.number)
+        self._rung = (self.board.idle.number, self.board.news.number)
 
     def wait(self, timeout_s: float, *, is_keen: bool) -> bool:
         """By another thread, which may find the board closed."""
         is_any = is_keen and self.lending.admission.mode != "idle"
-        bell = self.board.stepped if is_any else self.board.idle
+        bell = self.board.news if is_any else self.board.idle
         with suppress(ValueError):
             rung = self._rung[is_any] if is_keen else bell.number
             bell.wait(rung, timeout_s)
@@ -291,6 +301,10 @@ class _Beside:
 
     def _count(self, breaches: Iterable[Breach]) -> None:
         self._breaches.update(breach.objective for breach in breaches)
+
+
+def _wants(rollouts: RolloutView) -> bool:
+    return rollouts.decoding + rollouts.prompt_tokens > 0
 
 
 def _both(one: Grant, other: Grant) -> Grant:

@@ -195,7 +195,8 @@ class Publisher:
         if is_view:
             self._is_changed = False
             shown = array("d", self._prompts_left()) + self._waiting.values if self._prompts else self._waiting.values
-            self._board.view(now_s, shown, self._decoding.values, used_blocks, self._last, self._together)
+            rows = (shown, self._decoding.values)
+            self._board.view(now_s, *rows, used_blocks, self._last, self._together, is_step_next=has_stepped)
         if has_stepped:
             busy_since_s = now_s if self._under_way else 0.0
             self._board.step(self._last, used_blocks, self._together, busy_since_s, not is_view)

@@ -41,7 +41,7 @@ parking.install()
 
 WAITING_SHOWN = 64
 TELL_S = 0.1  # an engine that stands still says how it is no more often than this
-ASK_S = 0.25  # with rollouts waiting, however little was shown: grants begin and end by time too
+ASK_S = 0.25  # with rollouts waiting or a dry run, however little was shown: grants begin and end by time too
 ATTEND_S = 0.5  # without any: serving's steps are learnt from all the same, and the board keeps 512
 
 
@@ -107,9 +107,9 @@ class _Gated:
         return self._gate.wait_for_word(ATTEND_S)
 
     def _is_news_due(self) -> bool:
-        has_work = self._has_work()
-        self._gate.wait_for_news(ASK_S, is_keen=has_work)
-        return has_work or time.monotonic() - self._attended_s >= ATTEND_S
+        is_keen = self._is_keen()
+        self._gate.wait_for_news(ASK_S, is_keen=is_keen)
+        return is_keen or time.monotonic() - self._attended_s >= ATTEND_S
 
     def _parked(self, state: State) -> bool:
         self._is_parked.set()
@@ -121,13 +121,16 @@ class _Gated:
     def _has_work(self) -> bool:
         return bool(self.running or self.waiting or self.kv_holding_waiting)  # type: ignore[attr-defined, has-type]
 
+    def _is_keen(self) -> bool:
+        return self._gate.is_keen(has_work=self._has_work())
+
     def _has_errand(self) -> bool:
         """Ends to be told, or a KV budget to be taken."""
         return bool(self.finished_req_ids or self._evicted) or self._kv_bytes != self._gate.control.kv_bytes  # type: ignore[attr-defined]
 
     def _attend(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._attended_s >= ATTEND_S or self._gate.has_word or self._has_work():
+        if now_s - self._attended_s >= ATTEND_S or self._gate.has_word or self._is_keen():
             self._attended_s = now_s
             self._gate.attend()
             self._gate.ask(self._rollouts())

@@ -16,6 +16,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Protocol
 
 from rose.core.admission import Admission, LendingLimits, Mode
 from rose.core.breaches import Breach
@@ -32,7 +33,6 @@ from rose.engines.simulated import SimulatedEngine
 from rose.errors import QueueFull, RequestRefused, Unavailable
 from rose.sim.models import learnt
 from rose.sim.promises import Served, check_lent_step
-from rose.sim.traffic import Traffic
 
 STEP_TOKENS = 512
 SEQUENCES = 64
@@ -44,12 +44,18 @@ ASK_AGAIN_STEPS = 50  # turns that found no room are asked for again after so ma
 NEW_PROMPT = tuple(range(24))
 
 
+class Arrivals(Protocol):
+    """Whoever sends requests: `rose.sim.traffic`, or a recorded trace."""
+
+    def arrivals(self, seed: int, until_s: float) -> list[tuple[float, Request]]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """What a device is and what happens to it. `mode` None is serving alone."""
 
     mode: Mode | None
-    traffic: Traffic
+    traffic: Arrivals
     seed: int = 0
     until_s: float = 20.0
     budgets: Budgets = GIVEN
@@ -104,9 +110,13 @@ class Device:
         self.now_s = 0.0
         self.report = Report()
         self.breaker = Breaker() if world.breaks else None
-        models = (copy.deepcopy(_profiled(name, world.noise)) for name in (world.serving, world.rollout))
+        serving_model, rollout_model = (
+            copy.deepcopy(_profiled(name, world.noise)) for name in (world.serving, world.rollout)
+        )
         limits = LendingLimits(STEP_TOKENS, STEP_TOKENS, SEQUENCES, switch_s=world.switch_s)
-        self.admission = Admission(world.mode or "idle", world.budgets, *models, limits, self.breaker)
+        self.admission = Admission(
+            world.mode or "idle", world.budgets, serving_model, rollout_model, limits, self.breaker
+        )
         self.memory = self._shared_memory() if world.pages else None
         tenants = (self.memory.serving, self.memory.rollout) if self.memory is not None else (None, None)
         serving, rollout = (
@@ -246,7 +256,7 @@ class Device:
     def _note(self, breaches: list[Breach]) -> None:
         self.report.breaches += breaches
 
-    def _hear(self, events: list[TokenEvent]) -> None:
+    def _hear(self, events: Sequence[TokenEvent]) -> None:
         for event in events:
             self._here[event.request_id].token_made(len(event.token_ids), self.now_s)
             if event.finish_reason is not None:
@@ -260,7 +270,7 @@ class Device:
         length = self._chances["rollout"].randint(8, 32)
         sampling = Sampling(max_tokens=length, ignore_eos=True, seed=self._turns_begun)
         try:
-            self.lender.rollout.add(Request(name, prompt_ids, sampling, tenant="rollouts"))
+            self.lender.rollout.add(Request(name, prompt_ids, sampling, tenant="rollouts", arrival_s=self.now_s))
         except (RequestRefused, Unavailable):
             self._no_room.append((trajectory, turn, prompt_ids))
             return
@@ -274,7 +284,7 @@ class Device:
             trajectory, turn, _ = (int(word) for word in event.request_id.split())
             self._no_room.append((trajectory, turn, self._said.pop(event.request_id)))
 
-    def _hear_rollouts(self, events: list[TokenEvent]) -> None:
+    def _hear_rollouts(self, events: Sequence[TokenEvent]) -> None:
         for event in events:
             self._said[event.request_id] += event.token_ids
             if event.finish_reason is not None:

@@ -57,6 +57,14 @@ def matches(pattern: re.Pattern[str]) -> list[str]:
     ]
 
 
+def test_nobody_who_waits_with_a_limit_is_deaf_to_being_cancelled():
+    """Python 3.11's asyncio.wait_for forgets a cancellation that comes together with what it waits for, and an agent
+    that was to end went on for ever; asyncio.timeout does not."""
+    calls = re.compile(r"asyncio\.wait_for\(")
+    found = [place for place in matches(calls) if place.startswith("src/")]
+    assert not found, "use `async with asyncio.timeout(...)`:\n" + "\n".join(found)
+
+
 def test_there_is_a_house_to_look_at():
     names = {name for name, _ in texts()}
     assert {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile"} <= names

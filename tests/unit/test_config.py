@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rose.config import text
@@ -145,6 +145,8 @@ def test_resolved_settings_read_back_equal(tmp_path):
 
 
 @given(st.text(), st.floats(0, 1), st.lists(st.from_regex("[a-z]+", fullmatch=True)), st.none() | st.integers(-99, 10))
+@example("\x85", 0.0, [], None)
+@example("a\u2028b\u2029", 0.0, [], None)
 def test_what_is_written_is_read_back_equal(name, rate, tags, limit):
     settings = replace(Outer(), name=name, limit=limit, inner=Inner(rate, tuple(tags)))
     with TemporaryDirectory() as folder:

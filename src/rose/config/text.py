@@ -51,10 +51,16 @@ class _Reader(yaml.SafeLoader):
 class _Writer(yaml.SafeDumper):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Breaks that only Unicode knows would be folded into spaces; between double quotes they are escaped."""
+        style = '"' if any(mark in data for mark in "\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
 
 for _tag, _pattern, _first in _SCALARS:
     for _side in (_Reader, _Writer):
         _side.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), _first)
+_Writer.add_representer(str, _Writer.represent_str)
 _Reader.add_constructor("tag:yaml.org,2002:int", _Reader.construct_decimal)
 
 

@@ -200,7 +200,8 @@ class ApartCall:
         due_s = time.monotonic() + seconds_max
         thread.start()
         try:
-            result, error = await asyncio.wait_for(waiting, seconds_max)
+            async with asyncio.timeout(seconds_max):
+                result, error = await waiting
         except TimeoutError as late:
             self._leave(thread, time.monotonic())
             raise TookTooLong from late

@@ -46,7 +46,8 @@ class LendingDesk:
     async def refresh(self) -> None:
         """Before a scrape."""
         try:
-            await asyncio.wait_for(self.ask(messages.Control("status")), REFRESH_S)
+            async with asyncio.timeout(REFRESH_S):
+                await self.ask(messages.Control("status"))
         except (RoseError, TimeoutError):
             return
 

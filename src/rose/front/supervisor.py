@@ -140,7 +140,8 @@ class Supervisor:
             if channel.gone.done():
                 return channel.gone.result()
             try:
-                await asyncio.wait_for(channel.ask(messages.GetFacts(0)), ANSWER_WITHIN_S)
+                async with asyncio.timeout(ANSWER_WITHIN_S):
+                    await channel.ask(messages.GetFacts(0))
             except TimeoutError:
                 logger.error("the engine process has not answered for %.0f s; killing it", ANSWER_WITHIN_S)
                 channel.kill()

@@ -91,7 +91,8 @@ class Running:
                 what = f"{self.command.role} was not ready within {START_S_MAX:.0f} s:\n{self.tail()}"
                 raise Unavailable(what, hint="rose doctor")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), 1.0)
+                async with asyncio.timeout(1.0):
+                    await self._news.wait()
 
     async def stop(self) -> None:
         """Politely, once more without waiting for what it does, then not; it and all it has started are gone then."""

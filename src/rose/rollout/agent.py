@@ -124,7 +124,8 @@ class GatewaySession:
             self._outbox = Outbox(connection.send_bytes)
             self._outbox.put(self._join())
             await self._outbox.flush()
-            orders = _decoded(await asyncio.wait_for(connection.receive(), WELCOME_S))
+            async with asyncio.timeout(WELCOME_S):
+                orders = _decoded(await connection.receive())
             self._runner = TurnRunner(self._engine, self._outbox.put, self._now_s)
             self._condition = Condition(self._engine, self._runner.rates, lambda: self._intake.hash, self._now_s())
             self._intake.tell, self._engine.on_lending = self._tell_version, self._hear_lending

@@ -27,7 +27,8 @@ async def connect(gateway: Gateway, request: web.Request) -> web.StreamResponse:
     writer.add_done_callback(lambda task: task.cancelled() or task.exception())  # the reader sees that it is gone
     member: Member | None = None
     try:
-        join, *more = await asyncio.wait_for(_received(connection), JOIN_S)
+        async with asyncio.timeout(JOIN_S):
+            join, *more = await _received(connection)
         if not isinstance(join, Join):
             raise Unavailable("a worker must join first")
         member = gateway.pool.join(join, outbox.put, gateway.now_s())

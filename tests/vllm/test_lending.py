@@ -27,6 +27,7 @@ from rose.coserve.owner import PAUSED
 from rose.engines.base import Request, Sampling
 from rose.engines.vllm.desk import Status
 from rose.engines.vllm.process import EngineProcess
+from rose.engines.vllm.talking import NAMED
 from rose.engines.vllm.worker import VllmWorker
 from rose.errors import ConfigError, ModelError, RequestRefused, RoseError, Unavailable
 from rose.models.tensors import open_tensors
@@ -159,7 +160,9 @@ class Pair:
         return status
 
     async def until_made(self, tokens: int) -> None:
-        await self.until(lambda status: any(made >= tokens for _, made in status.live.values()))
+        """So many, of the newest turn: the one before may still be shown."""
+        name = f"{NAMED}turn-{self.numbers}"
+        await self.until(lambda status: status.live.get(name, (0, 0))[1] >= tokens)
 
     async def served(self, stop: asyncio.Event, tokens: int) -> None:
         while not stop.is_set():

@@ -30,7 +30,6 @@ LOOK_S = 0.002  # between two looks at the desk
 OBEYED_S = 30.0  # the longest step of a sick device
 STAGED_S = 600.0
 GONE_S = 1.0
-KEEP_S = 1.0  # a connection without use; vLLM's server hangs up after five, and a request sent just then would be lost
 
 
 class _Live:
@@ -308,4 +307,5 @@ def engine_facts(status: Status) -> EngineFacts:
 
 
 def _many() -> aiohttp.BaseConnector:
-    return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S)
+    """Each for one request: vLLM's server hangs up on idle ones, and what was sent just then would be lost."""
+    return aiohttp.TCPConnector(limit=0, force_close=True)

@@ -158,6 +158,9 @@ class World:
             await eventually(lambda: self.gateway.pool.get(label) is not None)
         return engine
 
+    def agent(self, label: str) -> asyncio.Task[None]:
+        return self._agents[label]
+
     async def stop(self, name: str) -> None:
         """Its agent is gone from one moment to the next."""
         task = self._agents.pop(name)

@@ -279,6 +279,25 @@ def test_a_second_worker_of_the_same_name_waits_for_the_first_to_go(folder: Mode
     tell(folder, story)
 
 
+def test_an_agent_that_is_cancelled_just_as_it_is_welcomed_ends(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = aiohttp.ClientWebSocketResponse.receive
+
+    async def story(found: World) -> None:
+        async def cancelled_meanwhile(self: aiohttp.ClientWebSocketResponse) -> aiohttp.WSMessage:
+            message = await receive(self)
+            monkeypatch.undo()
+            found.agent("a").cancel()
+            return message
+
+        monkeypatch.setattr(aiohttp.ClientWebSocketResponse, "receive", cancelled_meanwhile)
+        await found.worker("a", name="b")
+        await eventually(found.agent("a").done)
+
+    tell(folder, story)
+
+
 def test_a_worker_with_a_wrong_token_never_joins(folder: ModelFolder, caplog: pytest.LogCaptureFixture) -> None:
     async def story(found: World) -> None:
         await found.worker("a", token="wrong-token")

@@ -9,7 +9,7 @@ with rollouts that want all they can get (scheduling/lending.py); the rollouts' 
 against the larger of the longest trajectory alone on a dedicated worker and all work over all usable capacity. In the
 worst case every borrowed device is loaded to its limit at once, for minutes, from when the batch is in full swing.
 
-Both set-ups are run at half their size (--shrink 1 for the whole), an eighth with --quick: a run has twenty minutes, or
+Both set-ups are run at half their size (--shrink 1 for the whole), an eighth with --quick: a run takes half an hour, or
 five. A batch is so large that dedicated workers alone are busy throughout: 2,048 trajectories at full size.
 
     python benchmarks/schedule.py --data FOLDER      FOLDER/trajectories and FOLDER/traces; or set ROSE_DATA

@@ -53,7 +53,7 @@ TRAFFIC = "gamma:rate=6.5,cv=2"  # keeps the serving model of a run busy for a f
 LOAD_MIN = 0.15
 SHIPPED = ("dapo", "synchronous")  # what `rose run` does if nothing else is said
 LEARN, COMPARE, CYCLES = "learn", "compare", "cycles"  # what a job is for
-OWNER = {"serving.owner_lends_s": 3.0, "serving.owner_keeps_s": 1.0}
+OWNER_LENDS_S, OWNER_KEEPS_S = (12.0, 3.0), 1.0  # and quick: then coming and going takes a larger share
 STEP_S_MIN = 8.0  # of rollout-heavy, on the quickest machine seen: so many steps are sure to have the cycles wanted
 COLUMNS = (
     "profile", "case", "loss", "sync", "steps", "success_before", "success_after", "rollout_share", "rollout_speedup",
@@ -146,7 +146,7 @@ def steps_of(job: Job, arguments: argparse.Namespace) -> int:
     if arguments.steps and job.case != CYCLES:
         return int(arguments.steps)
     if job.case == CYCLES:
-        return max(4, math.ceil(arguments.cycles * sum(OWNER.values()) / STEP_S_MIN))
+        return max(4, math.ceil(arguments.cycles * (OWNER_LENDS_S[arguments.quick] + OWNER_KEEPS_S) / STEP_S_MIN))
     return STEPS[job.profile][arguments.quick]
 
 
@@ -158,7 +158,8 @@ def asked_of(job: Job, arguments: argparse.Namespace) -> list[str]:
     asked += [f"compare={str(job.case == COMPARE).lower()}"]
     asked += [f"asynchrony.is_used={str(job.sync == 'asynchronous').lower()}"]
     asked += [f"traffic.source={arguments.traffic}"] if job.profile == "rollout-heavy" else []
-    asked += [f"{key}={value}" for key, value in OWNER.items() if job.case == CYCLES]
+    owner = [f"serving.owner_lends_s={OWNER_LENDS_S[arguments.quick]}", f"serving.owner_keeps_s={OWNER_KEEPS_S}"]
+    asked += owner if job.case == CYCLES else []
     return asked + list(arguments.set)
 
 

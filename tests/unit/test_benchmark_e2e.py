@@ -131,7 +131,7 @@ def test_what_is_asked_of_a_run():
     assert "traffic.source=gamma:rate=6.5,cv=2" in by_name["rollout-heavy-compare-grpo-synchronous"]
     assert not any("traffic" in word for word in by_name["default-learn-dapo-synchronous"]), "as it is shipped"
     assert {"groups.dynamic_sampling=false", "compare=true"} <= set(by_name["rollout-heavy-compare-grpo-synchronous"])
-    assert "serving.owner_lends_s=3.0" in by_name["rollout-heavy-cycles-dapo-synchronous"]
+    assert "serving.owner_lends_s=12.0" in by_name["rollout-heavy-cycles-dapo-synchronous"]
     assert all(asked[-1] == "worker.device=cpu:1" for asked in by_name.values())
 
 

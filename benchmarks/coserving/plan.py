@@ -50,7 +50,7 @@ class Piece:
 
 
 def requests_wanted(trace: str, load: str, mode: str, requests: int | None = None) -> int:
-    """As the issue asks: most for the comparison that counts, few where a clear loss is to be shown."""
+    """Most for the comparison that counts, few where a clear loss is to be shown."""
     if requests is not None:
         return requests if mode in MANY else min(requests, REQUESTS_FEW)
     if mode in CAREFUL and trace == "azure2023_conv" and load == "capacity:0.2":

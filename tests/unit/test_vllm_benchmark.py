@@ -7,17 +7,21 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from coserve_vllm import REASONS, lent_between, looked
+from coserve_vllm import looked
+from coserving.beside_vllm import GIVEN, REASONS, Answer, Piece, row_of
 
 from rose.engines.vllm.board import Torn
 from rose.engines.vllm.desk import Lent, Status
 
 
 def test_what_runs_without_admission_is_not_told_as_nothing() -> None:
-    begun, ended = Status(7), Status(7, generated_tokens=50, lent=Lent(seconds=2.0, breaches={"step": 3}))
-    found = lent_between(begun, ended, 4.0, is_accounted=True)
-    assert (found["lent_share"], found["breaches"]) == (0.5, 3)
-    found = lent_between(begun, ended, 4.0, is_accounted=False)
+    begun = Status(7, generated_tokens=10)
+    ended = Status(7, generated_tokens=60, lent=Lent(seconds=2.0, breaches={"step": 3}, closed_s={"no room": 1.0}))
+    piece = Piece(begun, ended, seconds=4.0, steps_s=1.0, present_s=2.0, nice=10, answers=[Answer(0.0, 0.1, [0.2])])
+    found = row_of("idle", [piece, piece], GIVEN)
+    assert (found["lent_share"], found["breaches"], found["waited_share"]) == (0.5, 6, {"no room": 0.25})
+    assert (found["requests"], found["attainment"], found["serving_time_share"]) == (2, 0.0, 0.25)
+    found = row_of("ungated", [piece, piece], GIVEN)
     assert (found["lent_share"], found["breaches"], found["rollout_tok_s"]) == (None, None, 12.5)
     assert "lent_share" in REASONS
 

@@ -155,6 +155,18 @@ def test_who_reads_too_late_is_told_what_it_missed(writer: BoardWriter, reader: 
     assert seen.steps[-1].began_s == STEPS_KEPT + 99
 
 
+def test_what_is_skipped_is_not_told_but_who_waits_is_known(writer: BoardWriter, reader: BoardReader) -> None:
+    writer.view(0.0, [], [], 0, NO_STEP)
+    writer.step((0.0, 0.5, *dataclasses.astuple(SHAPE)))
+    writer.milestone(MilestoneKind.CAME, 1, 0.7, tokens=20)
+    reader.skip()
+    seen = reader.look()
+    assert (seen.steps, seen.milestones, seen.lost) == ((), (), 0)
+    assert seen.view.waiting == (WaitingRequest(0.7, 20),)
+    writer.step((1.0, 1.5, *dataclasses.astuple(SHAPE)))
+    assert [step.began_s for step in reader.look().steps] == [1.0]
+
+
 def test_a_step_under_way_is_seen(writer: BoardWriter, reader: BoardReader) -> None:
     assert reader.busy_since_s == math.inf
     writer.busy_since(12.5)
@@ -368,8 +380,42 @@ def test_a_board_is_not_shown_by_another_process_of_the_same_id(path: Path) -> N
 
 def test_boards_of_the_dead_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(finding.FOLDER_VARIABLE, str(tmp_path))
-    dead = tmp_path / "999999999.board"
-    dead.write_bytes(b"")
-    assert finding.new_board_path() == tmp_path / f"{os.getpid()}.board"
-    assert not dead.exists()
+    namespace = finding.own_name().partition("-")[0]
+    board, desk = tmp_path / f"{namespace}-999999999.board", tmp_path / f"desk-{namespace}-999999999-a_1"
+    living, others = tmp_path / f"desk-{finding.own_name()}-a_1", tmp_path / "1-999999999.board"
+    for path in (board, others):
+        path.write_bytes(b"")
+    for path in (desk, living):
+        (path / "inside").mkdir(parents=True)
+    assert finding.new_board_path() == tmp_path / f"{namespace}-{os.getpid()}.board"
+    assert sorted(tmp_path.iterdir()) == sorted([living, others]), "who lives in another container cannot be told"
     assert finding.boards() == []
+
+
+def test_a_board_of_another_container_is_not_taken_for_one_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(finding.FOLDER_VARIABLE, str(tmp_path))
+    BoardWriter(tmp_path / f"1-{os.getpid()}.board", about())
+    assert finding.boards() == []
+    BoardWriter(finding.new_board_path(), about())
+    assert len(finding.boards()) == 1
+
+
+def test_a_server_of_several_engines_is_not_lent_by_what_one_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    monkeypatch.setenv(finding.FOLDER_VARIABLE, str(tmp_path))
+    first = finding.new_board_path()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for path in (first, first.with_stem(f"{first.stem}0")):
+            BoardWriter(path, about())
+        with pytest.raises(ConfigError, match="2 engines"):
+            finding.board_of(f"http://127.0.0.1:{server.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("url, port", [("http://a:8000/v1", 8000), ("http://a", 80), ("https://a", 443)])
+def test_an_address_without_a_port_has_one(url: str, port: int) -> None:
+    assert finding.port_of(url) == port

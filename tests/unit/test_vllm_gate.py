@@ -148,8 +148,33 @@ def test_a_stale_or_silenced_board_is_a_closed_gate(tmp_path: Path) -> None:
 
 
 def test_new_terms_keep_what_was_learnt_of_the_same_engine(world: World) -> None:
+    learner = world.gate._beside.lending.serving
+    seen = learner.seen
     world.want(terms=Terms(str(world.path), "idle", ttft_s=2.0))
     assert world.is_open()
+    assert (world.gate._beside.lending.serving, learner.seen) == (learner, seen), "nor is anything learnt twice"
+
+
+def test_a_fresh_engine_learns_from_what_the_board_still_shows(world: World, tmp_path: Path) -> None:
+    fresh = Gate(control_sheet(tmp_path), step_tokens=256, sequences=16, now_s=lambda: world.now_s)
+    fresh.attend()
+    assert fresh.lent().missing == ""
+
+
+def test_steps_that_ours_may_have_slowed_are_not_learnt_as_servings_own(world: World) -> None:
+    """On no terms nobody sees what runs beside."""
+    world.want(terms=None)
+    world.gate.obey()
+    seen = world.gate._rollout.seen
+    run(world, DECODE)
+    assert world.gate._rollout.seen == seen, "nor as ours"
+    world.board.milestone(MilestoneKind.CAME, 1, world.now_s, tokens=30)
+    world.want()
+    world.gate.attend()
+    assert "0 steps seen" in world.gate.lent().missing
+    world.learn()
+    assert world.gate.lent().missing == ""
+    assert "has work" in world.gate.ask(WORK).reason, "who came before is known to wait"
 
 
 def test_without_terms_the_grant_is_all_there_is(world: World) -> None:

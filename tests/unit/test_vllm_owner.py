@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +23,11 @@ from rose.engines.vllm.desk import Lent, Status
 from rose.engines.vllm.starting import RolloutEngine
 from rose.engines.vllm.worker import engine_facts
 from rose.errors import Unavailable
+from rose.front.control import ControlBody
 from rose.rollout import vllm_agent
 from rose.rollout.vllm_agent import VllmLending, VllmSeat
 from rose.rollout.vllm_owner import VllmOwner
+from rose.rollout.vllm_status import LendingTally
 from rose.weights.metrics import ReceiveMetrics
 
 LENT = Lent(steps=3, tokens=70, seconds=0.25, breaches={"ttft": 2}, doubtful=1, breaker_trips=4)
@@ -46,7 +49,7 @@ def seat(status: Status | None) -> Any:
     return SimpleNamespace(
         lending=lending, status=status, facts=engine_facts(status or Status(0)), trouble=None, stopped="", wishes={},
         restarts=6, shut_s=None, is_wanted=True, memory_share=1.0, activation_s=None, parking_s=None,
-        gave_up=asyncio.get_running_loop().create_future(),
+        gave_up=asyncio.get_running_loop().create_future(), lending_tally=LendingTally(),
     )  # fmt: skip
 
 
@@ -129,7 +132,7 @@ def test_a_seat_knows_for_how_long_serving_has_shut_its_gate(
             seat._worker = None if changes is None else SimpleNamespace(status=lambda status=status: status)
             seat._look_at_gate(float(now_s))
             found = seat.shut_s
-        os.close(seat._lock)
+        seat._locks.close()
         return found
 
     assert asyncio.run(look()) == shut_s
@@ -140,7 +143,7 @@ def story(tell: Callable[[VllmSeat], None], folder: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(vllm_agent, "own_folder", lambda: folder)
         seat = VllmSeat(VllmLending(RolloutEngine(Path("models/rollout")), "http://127.0.0.1:1"))
         tell(seat)
-        os.close(seat._lock)
+        seat._locks.close()
 
     asyncio.run(told())
 
@@ -236,7 +239,7 @@ def test_a_seat_is_parked_and_called_back_as_the_gateway_asks(tmp_path: Path, mo
         seat.stopped = PAUSED
         await seat.ask(messages.Want(False))
         assert place(seat) == ("paused", "parked", False), "the owner's word goes before"
-        os.close(seat._lock)
+        seat._locks.close()
 
     asyncio.run(story())
 
@@ -252,6 +255,122 @@ def test_a_dedicated_worker_is_not_lent(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(vllm_agent, "own_folder", lambda: tmp_path)
         seat = VllmSeat(VllmLending(RolloutEngine(Path("models/rollout"))))
         assert seat.lending_status is None
-        os.close(seat._lock)
+        seat._locks.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(OSError(12, "Cannot allocate memory"), id="no room"),
+        pytest.param(subprocess.SubprocessError("Exception occurred in preexec_fn."), id="not its core"),
+    ],
+)
+def test_a_machine_without_room_for_an_engine_is_said_and_not_died_of(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = list[int]()
+
+    def no_room(engine: RolloutEngine) -> None:
+        tries.append(1)
+        raise error
+
+    async def story() -> None:
+        monkeypatch.setattr(vllm_agent, "own_folder", lambda: tmp_path)
+        monkeypatch.setattr(vllm_agent, "EngineProcess", no_room)
+        for name in ("BEAT_S", "PAUSE_S"):
+            monkeypatch.setattr(vllm_agent, name, 0.001)
+        seat = VllmSeat(VllmLending(RolloutEngine(Path("models/rollout"))))
+        async with asyncio.timeout(10):
+            await seat._keep()
+        assert str(error) in seat.gave_up.result().what
+        assert len(tries) == vllm_agent.QUICK_DEATHS_MAX - 1, "and it was tried again before"
+        seat._locks.close()
+
+    asyncio.run(story())
+
+
+def test_a_keeper_that_dies_of_anything_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def up() -> None:
+        return
+
+    def fail() -> bool:
+        raise RuntimeError("nobody thought of this")
+
+    async def story() -> None:
+        monkeypatch.setattr(vllm_agent, "own_folder", lambda: tmp_path)
+        monkeypatch.setattr(vllm_agent, "BEAT_S", 0.001)
+        seat = VllmSeat(VllmLending(RolloutEngine(Path("models/rollout"))))
+        monkeypatch.setattr(seat, "_start_engine", up)
+        monkeypatch.setattr(seat, "_is_well", fail)
+        await seat.start()
+        async with asyncio.timeout(10):
+            why = await seat.gave_up
+        assert "nobody thought of this" in why.what
+        await seat.close()
+
+    asyncio.run(story())
+
+
+def test_figures_go_on_where_an_engine_or_its_terms_end() -> None:
+    tally = LendingTally()
+
+    def told(process_id: int, evictions: int, **lent: Any) -> tuple[Any, ...]:
+        found = tally.total(Status(process_id, evictions=evictions, lent=Lent(**lent)))
+        return found.evictions, found.lent.steps, found.lent.seconds, found.lent.breaches, found.lent.missing
+
+    assert told(7, 5, steps=3, seconds=0.25, breaches={"ttft": 2}) == (5, 3, 0.25, {"ttft": 2}, "")
+    assert told(7, 6, missing="64 steps") == (6, 3, 0.25, {"ttft": 2}, "64 steps"), "new terms"
+    assert told(7, 6, steps=1, seconds=0.5, breaches={"step": 1}) == (6, 4, 0.75, {"ttft": 2, "step": 1}, "")
+    assert told(0, 0) == (6, 4, 0.75, {"ttft": 2, "step": 1}, ""), "no engine"
+    assert told(8, 1, steps=9) == (7, 13, 0.75, {"ttft": 2, "step": 1}, ""), "another one"
+
+
+def test_what_was_lent_before_a_restart_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(seat: VllmSeat) -> None:
+        for process_id in (7, 8):
+            status = msgspec.structs.replace(STATUS, process_id=process_id)
+            engine: Any = SimpleNamespace(status=lambda status=status: status, wish=lambda **wishes: 0)
+            seat._worker = engine
+            seat._beat()
+        told = seat.lending_status
+        assert told is not None
+        assert (told.lent_steps, told.lent_s, told.breaches["ttft"], told.evictions) == (6, 0.5, 4, 10)
+
+    story(tell, tmp_path, monkeypatch)
+
+
+def test_figures_are_scraped_before_there_is_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(seat: VllmSeat) -> None:
+        assert b"rose_gate_open 0.0" in VllmOwner(seat, "a-token").metrics.exposition()
+
+    story(tell, tmp_path, monkeypatch)
+
+
+def test_memory_that_was_drained_is_not_given_back_by_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(vllm_agent, "own_folder", lambda: tmp_path)
+        seat = VllmSeat(VllmLending(RolloutEngine(Path("models/rollout")), "http://127.0.0.1:1"))
+        seat._board, engine, owner = tmp_path / "board", Engine(), VllmOwner(seat, "a-token")
+        seat._worker = engine  # type: ignore[assignment]
+        for action in ("drain", "limits", "pause", "limits"):
+            told = await owner.obey(action, ControlBody(memory_share=0.5))
+            assert (engine.control["kv_bytes"], told.memory_share) == (0, 1.0 if action == "drain" else 0.5)
+        await owner.obey("resume", ControlBody())
+        assert engine.control["kv_bytes"] == seat.lending.engine.kv_memory_mb << 19
+        seat._locks.close()
+
+    asyncio.run(story())
+
+
+def test_it_is_said_that_vllm_keeps_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(vllm_agent, "own_folder", lambda: tmp_path)
+        seat = VllmSeat(VllmLending(RolloutEngine(Path("models/rollout")), "http://127.0.0.1:1"))
+        seat._board, seat._worker = tmp_path / "board", Engine()  # type: ignore[assignment]
+        told = await VllmOwner(seat, "a-token").obey("remove", ControlBody())
+        assert told.state == "drained" and "vLLM keeps the weights" in told.why
+        seat._locks.close()
 
     asyncio.run(story())

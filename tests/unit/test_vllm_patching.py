@@ -103,6 +103,19 @@ def test_a_failed_update_is_taken_back() -> None:
     assert same(before, state(model))
 
 
+def test_what_two_names_wrote_at_one_place_is_taken_back_too() -> None:
+    class Tied(Fused):
+        def load_weights(self, weights: Any) -> None:
+            super().load_weights([("embedding" if name == "head" else name, tensor) for name, tensor in weights])
+
+    model, new = Tied(), {"embedding": torch.ones(7, 4), "head": torch.full((7, 4), 2.0)}
+    before = state(model)
+    patch = compare("2", new.items(), find_places(model, dict.fromkeys(new, (7, 4))))
+    with pytest.raises(ModelError, match="taken back"):
+        apply(patch)
+    assert same(before, state(model))
+
+
 def test_what_cannot_be_taken_back_is_said() -> None:
     class Broken:
         """Takes one write and then nothing any more."""

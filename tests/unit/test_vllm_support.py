@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import rose.engines.vllm as package
+import rose.launch.vllm
+from rose.cli import lend
 from rose.engines.base import Partial, Request, Sampling
 from rose.engines.vllm import starting, support, talking
+from rose.engines.vllm.process import EngineProcess
 from rose.engines.vllm.starting import RolloutEngine
 from rose.errors import ConfigError, ContextTooLong, RequestRefused, Unavailable
 from rose.rollout.vllm_agent import VllmLending, VllmSeat
@@ -27,6 +34,15 @@ def test_another_vllm_is_refused_by_name(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.7"])
 def test_the_supported_ones_are_taken(version: str) -> None:
     assert support.check_version(version) is None
+
+
+@pytest.mark.parametrize("name", list(package._WHERE))
+def test_another_vllm_is_refused_before_more_of_it_is_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ModuleType("vllm")
+    other.__version__ = "0.9.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", other)
+    with pytest.raises(ConfigError, match=r"vLLM 0\.9\.1 is installed"):
+        getattr(package, name)
 
 
 @pytest.mark.parametrize(
@@ -80,13 +96,14 @@ def test_a_rollout_engine_on_a_cpu_shares_its_process_with_its_worker(tmp_path: 
         assert wanted in words
     environment = starting.environment(engine, tmp_path)
     assert (environment["OMP_NUM_THREADS"], environment["ROSE_ROLLOUT_DESK"]) == ("2", str(tmp_path))
-    assert "CUDA_VISIBLE_DEVICES" not in words
+    assert "CUDA_VISIBLE_DEVICES" not in words and "--gpu-memory-utilization" not in words
 
 
 def test_on_a_gpu_vllm_chooses_for_itself(tmp_path: Path) -> None:
     engine = RolloutEngine(tmp_path, "cuda:3", port=9)
     words = " ".join(starting.command(engine))
     assert "UniProcExecutor" not in words and "float32" not in words
+    assert "--gpu-memory-utilization 0.01" in words, "most of it is serving's"
     assert starting.environment(engine, tmp_path)["CUDA_VISIBLE_DEVICES"] == "3"
 
 
@@ -98,6 +115,39 @@ def test_what_cannot_be_started_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="core 4000"):
         starting.check(RolloutEngine(tmp_path, "cpu:4000"))
+
+
+def test_a_rollout_engine_is_the_first_that_the_kernel_ends(tmp_path: Path) -> None:
+    prepare = starting.in_child(RolloutEngine(tmp_path, f"cpu:{min(starting.USABLE)}"))
+    command = ["cat", "/proc/self/oom_score_adj"]
+    told = subprocess.run(command, preexec_fn=prepare, capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout.strip() == "1000"
+
+
+def test_further_flags_of_vllm_come_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[VllmLending]()
+
+    async def note(lending: VllmLending, doors: Any) -> int:
+        asked.append(lending)
+        return 0
+
+    monkeypatch.setattr(rose.launch.vllm, "lend", note)
+    parser = argparse.ArgumentParser()
+    lend.configure(parser)
+    words = ["vllm", "--rollout-model", str(tmp_path), "--vllm-flag=--dtype=bfloat16", "--vllm-flag=--seed=3"]
+    assert lend.run(parser.parse_args(words)) == 0
+    assert starting.command(asked[0].engine)[-2:] == ["--dtype=bfloat16", "--seed=3"]
+
+
+def test_desks_of_killed_agents_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSE_BOARDS", str(tmp_path / "boards"))
+    (tmp_path / "config.json").write_text("{}")
+    engine = RolloutEngine(tmp_path, f"cpu:{min(starting.USABLE)}")
+    first = EngineProcess(engine)
+    left = first.folder.with_name("-".join([*first.folder.name.split("-")[:2], "999999999", "abc"]))
+    left.mkdir()
+    second = EngineProcess(engine)
+    assert sorted((tmp_path / "boards").iterdir()) == sorted([first.folder, second.folder])
 
 
 # Talking
@@ -194,6 +244,51 @@ def test_two_agents_on_one_device_are_one_too_many(tmp_path: Path, monkeypatch: 
     asyncio.run(story())
 
 
+def seat_of(folder: Path, device: str, serving_url: str = "") -> VllmSeat:
+    return VllmSeat(VllmLending(RolloutEngine(folder, device), serving_url))
+
+
+@pytest.mark.parametrize(
+    "first, second, what",
+    [
+        pytest.param(("cpu:0-1",), ("cpu:1",), "cpu:1", id="one of its cores"),
+        pytest.param(("cpu:1",), ("cpu:0-1",), "cpu:1", id="a core of another's"),
+        pytest.param(("cuda:0", "http://a:8000"), ("cuda:0",), "cuda:0", id="a GPU beside a server"),
+        pytest.param(("cpu:0", "http://a"), ("cpu:1", "http://a:80"), "http://a:80", id="the usual port"),
+        pytest.param(("cpu:0", "https://a"), ("cpu:1", "https://a:443"), "https://a:443", id="that of https"),
+    ],
+)
+def test_what_one_agent_lends_no_other_does(
+    first: tuple[str, ...], second: tuple[str, ...], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_BOARDS", str(tmp_path))
+
+    async def story() -> None:
+        seat = seat_of(tmp_path, *first)
+        with pytest.raises(ConfigError, match=f"another agent lends {what} already"):
+            seat_of(tmp_path, *second)
+        others = [seat_of(tmp_path, device) for device in ("cpu:2", "cuda:1")]
+        for one in (seat, *others):
+            await one.close()
+        await seat_of(tmp_path, *second).close()
+
+    asyncio.run(story())
+
+
+def test_who_was_refused_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSE_BOARDS", str(tmp_path))
+
+    async def story() -> None:
+        seats = [seat_of(tmp_path, "cpu:1")]
+        with pytest.raises(ConfigError):
+            seat_of(tmp_path, "cpu:0-1")
+        seats.append(seat_of(tmp_path, "cpu:0"))
+        for seat in seats:
+            await seat.close()
+
+    asyncio.run(story())
+
+
 def test_a_server_without_the_flag_is_not_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSE_BOARDS", str(tmp_path))
 
@@ -201,8 +296,9 @@ def test_a_server_without_the_flag_is_not_lent(tmp_path: Path, monkeypatch: pyte
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         seat = VllmSeat(VllmLending(RolloutEngine(tmp_path), url))
-        with pytest.raises(ConfigError, match="shows no board"):
+        with pytest.raises(ConfigError, match="shows no board") as refusal:
             await seat.start()
+        assert "--scheduler-cls" in str(refusal.value)
         assert seat.trouble is not None
         await seat.close()
         server.close()

@@ -20,7 +20,8 @@ ACTIONS = {
     "status": "how lending goes",
     "pause": "no rollout step from now on; `resume` goes on where it stopped",
     "resume": "lend again, whatever stopped it",
-    "drain": "rollouts out within one step, their memory back to serving; --remove drops the model's weights too",
+    "drain": "rollouts out within one step, their memory back to serving; --remove drops the model's weights too "
+    "(not beside vLLM, which keeps them)",
     "dry-run": "lend nothing, and add up what lending would give; `status` shows it",
     "limits": "the most memory and time rollouts may have: --memory 0.5 --compute 0.3",
     "token": "print the token that rollout clients need",
@@ -37,7 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="the device's serving address; not needed if only one runs here")
     parser.add_argument("--memory", type=float, metavar="SHARE", help="with limits: share of the KV memory, 0 to 1")
     parser.add_argument("--compute", type=float, metavar="SHARE", help="with limits: share of the time, 0 to 1")
-    parser.add_argument("--remove", action="store_true", help="with drain: drop the rollout model's weights too")
+    what = "with drain: drop the rollout model's weights too; vLLM keeps them"
+    parser.add_argument("--remove", action="store_true", help=what)
     parser.add_argument("--json", action="store_true", help="print the status as JSON")
     lend_vllm.configure(parser)
 

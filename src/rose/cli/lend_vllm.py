@@ -13,6 +13,7 @@ from pathlib import Path
 from rose.errors import ConfigError
 
 MODES = ("idle", "decode")
+FLAG_HELP = "a further flag of the rollout engine, as in --vllm-flag=--dtype=bfloat16; may be given more than once"
 EXAMPLE = "for example: rose lend vllm --serving-url http://127.0.0.1:8000 --rollout-model FOLDER --device cpu:0"
 
 
@@ -33,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-context", type=int, default=4096, help="longest rollout; 0 is the model's (default 4096)")
     group.add_argument("--step-tokens", type=int, default=256, help="of the largest rollout step (default 256)")
     group.add_argument("--kv-memory-mb", type=int, default=256, help="KV memory of the rollouts (default 256)")
+    group.add_argument("--vllm-flag", action="append", default=[], metavar="FLAG", help=FLAG_HELP)
     group.add_argument("--vllm-python", default=sys.executable, metavar="PATH", help="the interpreter that has vLLM")
 
 
@@ -60,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         step_tokens=arguments.step_tokens,
         kv_memory_mb=arguments.kv_memory_mb,
         python=arguments.vllm_python,
+        extra=tuple(arguments.vllm_flag),
     )
     lending = VllmLending(
         engine,

@@ -1,10 +1,11 @@
 """Lending beside a `vllm serve` that is not ours: keeps a rollout engine running, and the agent's word renewed.
 
-It is an engine to the gateway's agent (agent.py), as a `Supervisor` or a `Seat` is. Every half a second it looks
-whether the serving engine is there and shows its board, and only then renews a grant of two seconds: whatever happens
-to this process, to the serving engine or to the board, the gate closes by itself. The rollout engine decides step by
-step inside that. When it dies it is started again, with the weights it had; when serving restarts, its new board is
-found and the engine learns its step times anew. Without a serving engine it is a dedicated rollout worker.
+It is an engine to the gateway's agent (agent.py), as a `Supervisor` or a `Seat` is. Every half a second it looks for a
+board whose process lives (whether that answers requests is not asked), and writes a grant that holds for two seconds:
+all that the engine has, or, without a board, nothing and why. So the gate closes by itself whatever happens to this
+process. The rollout engine decides step by step inside that, and looks for itself whether serving lives and the board
+is fresh. When it dies it is started again, with the weights it had; when serving restarts, its new board is found and
+the engine learns its step times anew. Without a serving engine it is a dedicated rollout worker.
 
 New weights come as they do to every device: the agent's intake (weights.py) fetches and checks them, then asks here to
 stage a folder and to commit it. An engine of which it is not certain what it runs is ended at once and started again
@@ -24,12 +25,12 @@ import asyncio
 import fcntl
 import logging
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from rose.core.admission import Mode
 from rose.core.gates import GateWatch
@@ -38,14 +39,14 @@ from rose.coserve.guest import UNWANTED
 from rose.coserve.mailbox import Mailbox
 from rose.engines.base import EngineFacts, Request
 from rose.engines.vllm.desk import Status, Terms
-from rose.engines.vllm.finding import board_of, is_shown, own_folder
+from rose.engines.vllm.finding import board_of, is_shown, own_folder, port_of
 from rose.engines.vllm.process import EngineProcess
 from rose.engines.vllm.starting import RolloutEngine
 from rose.engines.vllm.worker import VllmWorker, engine_facts
 from rose.errors import ConfigError, ModelError, QueueFull, RequestRefused, RoseError, Unavailable
 from rose.front.tally import Tally
 from rose.rollout.condition import WORD_S_MAX
-from rose.rollout.vllm_status import lending_status_of
+from rose.rollout.vllm_status import LendingTally, lending_status_of
 
 logger = logging.getLogger("rose.agent")
 
@@ -88,7 +89,8 @@ class VllmSeat:
         self.activation_s: float | None = None
         self.parking_s: float | None = None
         self.restarts = 0
-        self._lock = _lock(lending)
+        self.lending_tally = LendingTally()
+        self._locks = _locked(lending)
         self._process: EngineProcess | None = None
         self._worker: VllmWorker | None = None
         self._reason = Unavailable("the rollout engine is starting")
@@ -97,17 +99,18 @@ class VllmSeat:
         self._staged: messages.Stage | None = None
         self._weights: messages.Stage | None = None  # what a new engine must begin with
         self._tally = Tally()
+        self._tally.started(engine_facts(Status(0)))
         self._gate, self._steps_seen, self._looked_s = GateWatch(), 0, 0.0
         self._turns: dict[str, asyncio.Task[None]] = {}
         self._keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Raises what is wrong with the serving engine or the rollout engine."""
-        self._find_board()
-        if self.lending.serving_url and self._board is None:
-            raise ConfigError(self._no_board)
+        if self.lending.serving_url:
+            self._board = board_of(self.lending.serving_url)
         await self._start_engine()
         self._keeper = asyncio.create_task(self._keep())
+        self._keeper.add_done_callback(self._kept)
 
     # What the agent asks
 
@@ -235,7 +238,7 @@ class VllmSeat:
         self.cancel(list(self._turns))
         if self._process is not None:
             await self._process.close()
-        os.close(self._lock)
+        self._locks.close()
 
     def _checked(self) -> VllmWorker:
         if self._worker is None:
@@ -270,13 +273,17 @@ class VllmSeat:
     # Keeping it running
 
     async def _start_engine(self) -> None:
-        process = EngineProcess(self.lending.engine)
+        """Raises RoseError, also where the machine has no room for another process or its folder."""
         try:
-            worker = await process.start()
-            await self._give_back(worker)
-        except BaseException:
-            await process.close()
-            raise
+            process = EngineProcess(self.lending.engine)
+            try:
+                worker = await process.start()
+                await self._give_back(worker)
+            except BaseException:
+                await process.close()
+                raise
+        except (OSError, subprocess.SubprocessError) as error:
+            raise Unavailable(f"the rollout engine cannot be started: {error}") from error
         self._process, self._worker = process, worker
         self._tally.started(engine_facts(worker.status()))
         self._beat()
@@ -316,6 +323,14 @@ class VllmSeat:
                 self._reason = Unavailable(error.what)
             born_s = time.monotonic()
 
+    def _kept(self, keeper: asyncio.Task[None]) -> None:
+        """The keeper has ended: without one no grant is renewed, so an error of its own must not pass unheard."""
+        if keeper.cancelled() or self.gave_up.done():
+            return
+        error = keeper.exception()
+        logger.error("the rollout engine is no longer kept", exc_info=error)
+        self.gave_up.set_result(Unavailable(f"the rollout engine is no longer kept: {error!r}"))
+
     def _is_well(self) -> bool:
         if self._process is None or self._worker is None or not self._process.is_running:
             return False
@@ -340,6 +355,7 @@ class VllmSeat:
             if self._worker is not None:
                 with suppress(Unavailable):
                     self._worker.wish(**self._control())
+            self.lending_tally.total(self.status or Status(0))
             self._look_at_gate(time.monotonic())
             self.on_lending()
         except Exception:
@@ -368,16 +384,22 @@ class VllmSeat:
             logger.warning("%s", self._no_board or "the serving engine shows its board again")
 
 
-def _lock(lending: VllmLending) -> int:
-    """One agent per server and device: two would each lend the same slack. Raises ConfigError."""
-    where = (lending.serving_url and str(urlsplit(lending.serving_url).port)) or lending.engine.device.replace(":", "-")
-    descriptor = os.open(own_folder() / f"{where}.lent", os.O_RDWR | os.O_CREAT, 0o600)
+def _locked(lending: VllmLending) -> ExitStack:
+    """One agent per server, core and GPU: two would each lend the same slack. Raises ConfigError."""
+    names = {part: part.replace(":", "-") for part in lending.engine.parts}
+    if lending.serving_url:
+        names[lending.serving_url] = str(port_of(lending.serving_url))
+    with ExitStack() as locks:
+        for what, name in names.items():
+            locks.callback(os.close, _lock(what, own_folder() / f"{name}.lent"))
+        return locks.pop_all()
+
+
+def _lock(what: str, path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
-        raise ConfigError(
-            f"another agent lends {lending.serving_url or lending.engine.device} already",
-            hint="stop it first: one agent per device",
-        ) from error
+        raise ConfigError(f"another agent lends {what} already", hint="stop it first: one agent per device") from error
     return descriptor

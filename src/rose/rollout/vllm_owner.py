@@ -1,7 +1,8 @@
 """The owner's controls beside a `vllm serve`: the routes and the status that `rose lend` knows from any lent device.
 
 They listen on the loopback in the agent's process, since the serving port is vLLM's own. `drain` gives the engine's KV
-memory back to the machine; vllm_status.py has what is told.
+memory back to the machine, and `remove` no more than that: vLLM keeps the weights as long as the engine runs.
+vllm_status.py has what is told.
 
 `/metrics` at the same port has the figures of any lent device and the agent's of weights; as there, it needs no token.
 """
@@ -24,13 +25,15 @@ from rose.observe.metrics import CONTENT_TYPE, Metrics
 from rose.rollout.vllm_agent import VllmSeat
 from rose.rollout.vllm_status import lending_status_of
 
+REMOVED = f"{DRAINED}; vLLM keeps the weights until `rose lend vllm` ends"
+
 
 class VllmOwner:
     """One per agent."""
 
     def __init__(self, seat: VllmSeat, token: str) -> None:
         self._seat, self._token = seat, token
-        self._resumes = 0
+        self._resumes, self._is_drained = 0, False
         self.metrics = Metrics()
         self._mirror(self.metrics)
 
@@ -51,7 +54,8 @@ class VllmOwner:
             case "pause":
                 await self._stop(PAUSED)
             case "drain" | "remove":
-                await self._stop(DRAINED, kv_bytes=0)
+                self._is_drained = True
+                await self._stop(DRAINED if action == "drain" else REMOVED, kv_bytes=0)
             case "resume":
                 await self._resume()
             case "dry-run":
@@ -65,17 +69,19 @@ class VllmOwner:
         await self._seat.want(**changes)
 
     async def _resume(self) -> None:
-        self._seat.stopped = ""
+        self._seat.stopped, self._is_drained = "", False
         self._resumes += 1
         await self._seat.want(dry_run=False, resumes=self._resumes, kv_bytes=self._kv_bytes())
 
     async def _limit(self, body: ControlBody) -> None:
+        """While drained, a share of the memory holds from `resume` on."""
         for name, share in (("memory", body.memory_share), ("compute", body.compute_share)):
             if share is not None and not 0 <= share <= 1:
                 raise RequestRefused(f"a {name} limit of {share} is not a share", hint="give 0 to 1")
         if body.memory_share is not None:
             self._seat.memory_share = body.memory_share
-            await self._seat.want(kv_bytes=self._kv_bytes())
+            if not self._is_drained:
+                await self._seat.want(kv_bytes=self._kv_bytes())
         if body.compute_share is not None:
             await self._seat.want(compute_share=body.compute_share)
 

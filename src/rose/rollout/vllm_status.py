@@ -3,22 +3,59 @@
 KV memory here is the rollout engine's alone, so nothing is told of serving's pages, and of serving's slack only the
 rollout engine knows. *Parked* is an engine whose KV cache was squeezed to nothing and whose gate is shut: its requests
 were handed back and, on a CPU, the memory is the machine's again. Its weights stay, as everywhere.
+
+An engine counts from nothing, what it lends even beside every serving engine anew; here all of it is added up.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from rose.coserve.messages import DryRunStatus, LendingState, LendingStatus
 from rose.coserve.owner import PAUSED
-from rose.engines.vllm.desk import Status
+from rose.engines.vllm.desk import Lent, Status
 
 if TYPE_CHECKING:
     from rose.rollout.vllm_agent import VllmSeat
 
+EVICTED = ("evictions", "evicted_tokens")
+LENT = ("steps", "tokens", "seconds", "doubtful", "breaker_trips", "requests", "attained")
+
+
+class LendingTally:
+    """Show it the newest status often enough that no account outgrows the one before it unseen."""
+
+    def __init__(self) -> None:
+        self._gone = self._newest = Status(0)  # counters of what has ended, and what is
+
+    def total(self, newest: Status) -> Status:
+        """Levels are those of `newest`, counters those of all engines and terms so far."""
+        before, gone, self._newest = self._newest, self._gone, newest
+        is_other = newest.process_id != before.process_id
+        if is_other:
+            gone = replace(gone, **{name: getattr(gone, name) + getattr(before, name) for name in EVICTED})
+        if is_other or _has_fallen(before.lent, newest.lent):
+            gone = replace(gone, lent=_sum(gone.lent, before.lent))
+        self._gone = gone
+        evicted = {name: getattr(newest, name) + getattr(gone, name) for name in EVICTED}
+        return replace(newest, lent=_sum(newest.lent, gone.lent), **evicted)
+
+
+def _has_fallen(before: Lent, newest: Lent) -> bool:
+    return any(getattr(newest, name) < getattr(before, name) for name in LENT)
+
+
+def _sum(one: Lent, other: Lent) -> Lent:
+    """Levels are those of the first."""
+    counts = {name: getattr(one, name) + getattr(other, name) for name in LENT}
+    return replace(one, breaches=dict(Counter(one.breaches) + Counter(other.breaches)), **counts)
+
 
 def lending_status_of(seat: VllmSeat) -> LendingStatus:
-    engine, trouble, wishes = seat.status or Status(0), seat.trouble, seat.wishes
+    engine, trouble, wishes = seat.lending_tally.total(seat.status or Status(0)), seat.trouble, seat.wishes
     lent = engine.lent
     dry = DryRunStatus(lent.dry_run_s, lent.dry_run_tokens, lent.dry_run_lent_s) if wishes.get("dry_run") else None
     return LendingStatus(

@@ -5,7 +5,8 @@
 
 `mapped.py`, `board.py`, `desk.py`, `finding.py` and `gate.py` do not need vLLM; only the schedulers load it, when they
 are asked for by name. Which of the two names of a side is right depends on vLLM's own scheduling; the wrong one is
-refused at start-up.
+refused at start-up. So is a vLLM that they were not written for, before anything else of it is loaded, which may not be
+there.
 """
 
 from __future__ import annotations
@@ -26,4 +27,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    import vllm
+
+    from rose.engines.vllm.support import check_version
+
+    check_version(vllm.__version__)
     return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)

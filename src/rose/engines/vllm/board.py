@@ -240,13 +240,9 @@ class BoardReader:
         slot, message = self._views.read()
         if newest is not None and newest[6] > slot:
             raise Torn
-        milestones, lost_milestones = self._milestones.since(self._milestones_seen)
+        milestones, lost_milestones = self._new_milestones()
         steps, lost_steps = self._steps.since(self._steps_seen)
-        self._milestones_seen += len(milestones) + lost_milestones
         self._steps_seen += len(steps) + lost_steps
-        for record, (kind, _, at_s, tokens) in milestones:
-            if kind == MilestoneKind.CAME:
-                self._arrivals.append((record, WaitingRequest(at_s, int(tokens))))
         if slot == 0:
             return None
         values = array("d", message)
@@ -261,6 +257,19 @@ class BoardReader:
             tuple(Milestone(MilestoneKind(int(kind)), int(key), at, int(n)) for _, (kind, key, at, n) in milestones),
             lost_milestones + lost_steps,
         )
+
+    def skip(self) -> None:
+        """What has been shown so far is not told; who waits is known all the same."""
+        self._new_milestones()
+        self._steps_seen = self._steps.number
+
+    def _new_milestones(self) -> tuple[list[tuple[int, tuple[float, ...]]], int]:
+        milestones, lost = self._milestones.since(self._milestones_seen)
+        self._milestones_seen += len(milestones) + lost
+        for record, (kind, _, at_s, tokens) in milestones:
+            if kind == MilestoneKind.CAME:
+                self._arrivals.append((record, WaitingRequest(at_s, int(tokens))))
+        return milestones, lost
 
     def close(self) -> None:
         os.close(self._process)

@@ -9,7 +9,9 @@ When all rollouts have left while it was closed, it is asked for them from then 
 and they would come back to find it closed.
 
 A new boot of the serving engine is another board: what its steps cost is learnt again. What is known of the rollout
-engine's own steps stays.
+engine's own steps stays. A fresh engine learns from what the board still shows of the past, which saves it the wait.
+After its first step, what was shown before it got its terms is left out: those steps may have been slowed by ours, and
+it is no longer known which. Without terms nothing is learnt, for nobody sees what runs beside.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ class Gate:
         self._ration = Ration()
         self._no_board = ""
         self._began: tuple[float, StepFeatures, float, float] | None = None
+        self._has_run = False
         self._stalled_s = stalled_s or Stalled().seconds
         self._stalled_before_s = 0.0  # when it was last asked
         self._left = RolloutView()  # what those wanted who may have left a closed gate
@@ -178,6 +181,8 @@ class Gate:
 
     def _beside_of(self, terms: Terms, serving: StepLearner | None) -> _Beside:
         board = BoardReader(Path(terms.board))
+        if self._has_run or serving is not None:
+            board.skip()
         limits = LendingLimits(
             serving_step_tokens=board.about.step_tokens,
             rollout_step_tokens=self._step_tokens,
@@ -193,7 +198,7 @@ class Gate:
     # Steps
 
     def began(self, features: StepFeatures, began_s: float) -> None:
-        model = self._rollout.model
+        self._has_run, model = True, self._rollout.model
         upper_s = model.upper(features)  # infinite while it is not calibrated
         self._began = (began_s, features, upper_s, self._stalled_before_s)
 
@@ -202,11 +207,10 @@ class Gate:
         if self._began is None:
             return
         (began_s, features, upper_s, before_s), self._began = self._began, None
+        if self._beside is None:
+            return
         step = FinishedStep(began_s, self._now_s(), features)
         stalled_s = min(step.seconds, self._stalled_s() - before_s)
-        if self._beside is None:
-            self._rollout.observe(features, step.seconds - stalled_s)
-            return
         self._ration.spend(step.seconds - stalled_s, step.ended_s)
         self._beside.lent(step, upper_s, stalled_s)
 

@@ -124,8 +124,9 @@ def apply(patch: Patch) -> None:
 
 
 def _take_back(patch: Patch, why: Exception) -> None:
+    """From the last write to the first: what two of them wrote at one place is what it was before both."""
     try:
-        for (target, index, _), before in zip(patch.writes, patch.before):
+        for (target, index, _), before in reversed(list(zip(patch.writes, patch.before))):
             target.index_copy_(0, index, before)
     except Exception as error:
         raise MixedWeights(f"version `{patch.version}` is half written ({why}) and cannot be taken back") from error

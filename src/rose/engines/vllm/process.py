@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 
 from rose.engines.vllm.desk import control_sheet
-from rose.engines.vllm.finding import own_folder
+from rose.engines.vllm.finding import own_folder, own_name, sweep
 from rose.engines.vllm.starting import RolloutEngine, check, command, environment, free_port, in_child
 from rose.engines.vllm.worker import VllmWorker
 from rose.errors import Unavailable
@@ -32,7 +32,8 @@ class EngineProcess:
     def __init__(self, engine: RolloutEngine) -> None:
         check(engine)
         self.engine = replace(engine, port=engine.port or free_port())
-        self.folder = Path(tempfile.mkdtemp(prefix="desk-", dir=own_folder()))
+        sweep()
+        self.folder = Path(tempfile.mkdtemp(prefix=f"desk-{own_name()}-", dir=own_folder()))
         self.log = self.folder / "engine.log"
         self.worker: VllmWorker
         self._process: subprocess.Popen[bytes] | None = None

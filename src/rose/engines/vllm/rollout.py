@@ -20,7 +20,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import vllm
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -33,7 +32,7 @@ from rose.engines.vllm.desk import DESK_VARIABLE, State, Status, control_sheet, 
 from rose.engines.vllm.gate import Gate
 from rose.engines.vllm.publishing import features_of
 from rose.engines.vllm.serving import kv_block_bytes
-from rose.engines.vllm.support import check_chunked, check_scheduling, check_version
+from rose.engines.vllm.support import check_chunked, check_scheduling
 from rose.errors import ConfigError
 
 logger = logging.getLogger("vllm.rose")
@@ -49,7 +48,6 @@ class _Gated:
     """Mixed in before one of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_version(vllm.__version__)
         folder = _desk_folder()
         super().__init__(*args, **kwargs)
         config = self.scheduler_config  # type: ignore[attr-defined]

@@ -2,8 +2,8 @@
 
 `vllm serve MODEL --scheduler-cls rose.engines.vllm.ServingScheduler` is all that a serving engine needs. Showing costs
 tens of microseconds per step and waits for nobody. Whatever goes wrong with it is logged once, ends it, and is never
-raised into serving: an engine that shows nothing is not lent. Only what can be known at start-up is refused there: a
-vLLM that this was not written for, and the scheduler of the other kind of scheduling.
+raised into serving: an engine that shows nothing is not lent. Only what can be known at start-up is refused there: the
+scheduler of the other kind of scheduling, and by the package itself a vLLM that this was not written for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from rose.engines.vllm.board import BoardWriter, about_me
 from rose.engines.vllm.finding import new_board_path
 from rose.engines.vllm.publishing import Publisher
-from rose.engines.vllm.support import check_scheduling, check_version
+from rose.engines.vllm.support import check_scheduling
 
 logger = logging.getLogger("vllm.rose")
 
@@ -31,7 +31,6 @@ class _Shows:
     _rose: Publisher | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_version(vllm.__version__)
         super().__init__(*args, **kwargs)
         wants_async = bool(self.scheduler_config.async_scheduling)  # type: ignore[attr-defined]
         check_scheduling(type(self).__name__, is_async=isinstance(self, AsyncScheduler), wants_async=wants_async)

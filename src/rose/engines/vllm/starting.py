@@ -3,6 +3,11 @@
 On a CPU the worker must live inside the engine's process: vLLM's default puts it into another one, whose reader of
 steps spins for a second after every message and starves a serving engine on the same core. Weights stay in the type of
 the KV cache, unpacked, so that they can be patched.
+
+On a GPU vLLM does not start unless the share of it that it may use is free, 92 % by default; where its KV memory is
+given, that share decides nothing else. So it is told to use hardly any.
+
+Where memory runs out the kernel ends the rollout engine before anybody else: it can be started again.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +34,9 @@ DEVICE = re.compile(r"cpu:\d+(-\d+)?|cuda:\d+")
 NICE = 10  # behind serving, wherever the kernel has a say
 USABLE = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()
 ON_CPU = {"--dtype": "float32", "--block-size": "32", "--distributed-executor-backend": IN_PROCESS}
+ON_GPU = {"--gpu-memory-utilization": "0.01"}
 MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` command asks for a package name that CPU wheels have not
+ENDED_FIRST = "1000"  # for the kernel, when memory runs out
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,11 @@ class RolloutEngine:
         first, _, last = self.device.removeprefix("cpu:").partition("-")
         return list(range(int(first), int(last or first) + 1))
 
+    @property
+    def parts(self) -> list[str]:
+        """Devices of one core, or the GPU."""
+        return [f"cpu:{core}" for core in self.cores] if self.is_cpu else [self.device]
+
 
 def command(engine: RolloutEngine) -> list[str]:
     flags = {
@@ -73,8 +86,7 @@ def command(engine: RolloutEngine) -> list[str]:
     }
     if engine.max_context_tokens:
         flags["--max-model-len"] = str(engine.max_context_tokens)
-    if engine.is_cpu:
-        flags |= ON_CPU
+    flags |= ON_CPU if engine.is_cpu else ON_GPU
     switches = ["--enable-scale-out", "--no-async-scheduling", "--disable-uvicorn-access-log"]
     switches += ["--enforce-eager"] if engine.is_cpu else []
     return [engine.python, "-m", MODULE, *(word for pair in flags.items() for word in pair), *switches, *engine.extra]
@@ -95,7 +107,7 @@ def environment(engine: RolloutEngine, desk: Path) -> dict[str, str]:
 
 
 def in_child(engine: RolloutEngine) -> Callable[[], None]:
-    """Run in the new process before vLLM: its cores, behind serving, and not longer than its parent."""
+    """Run in the new process before vLLM: its cores, behind serving in time and memory, not longer than its parent."""
     cores, library = engine.cores if engine.is_cpu else None, ctypes.CDLL(None)
 
     def prepare() -> None:
@@ -103,6 +115,8 @@ def in_child(engine: RolloutEngine) -> Callable[[], None]:
         os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
         if cores is not None:
             os.sched_setaffinity(0, cores)
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(ENDED_FIRST)
         library.prctl(DIE_WITH_PARENT, signal.SIGTERM)
 
     return prepare

@@ -5,14 +5,14 @@ from __future__ import annotations
 from rose.errors import ConfigError
 
 SUPPORTED = ("0.32",)
+WRITTEN_FOR = ", ".join(f"{version}.x" for version in SUPPORTED)
 
 
 def check_version(version: str) -> None:
     """Raises ConfigError for a vLLM that these schedulers were not written for."""
     if not any(version == known or version.startswith(f"{known}.") for known in SUPPORTED):
-        known = ", ".join(f"{name}.x" for name in SUPPORTED)
         raise ConfigError(
-            f"vLLM {version} is installed, and ROSE's schedulers are written for {known}",
+            f"vLLM {version} is installed, and ROSE's schedulers are written for {WRITTEN_FOR}",
             hint=f'install a supported one: pip install "vllm=={SUPPORTED[-1]}.*"; or serve without --scheduler-cls',
         )
 

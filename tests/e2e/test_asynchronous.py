@@ -104,6 +104,15 @@ def test_a_comparison_takes_the_device_away_under_running_turns(tmp_path, model,
     check_bound(steps)
 
 
+def check_drawn_again(run: Run) -> None:
+    """What no step had learnt from comes first, then the groups that nobody had drawn."""
+    facts = [line["fact"] for line in read_lines(run.folder / "journal.jsonl")]
+    [place] = [place for place, fact in enumerate(facts) if fact["kind"] == "RunResumed"]
+    again, first = facts[place]["outstanding"], facts[place]["next_group"]
+    drawn = [fact["group"] for fact in facts[place:] if fact["kind"] == "Draw"]
+    assert again and drawn == [*again, *range(first, first + len(drawn))][: len(drawn)]
+
+
 def test_an_asynchronous_run_that_is_killed_goes_on(tmp_path, model, runs):
     run = started(runs, tmp_path, model, "steps=4")
     run.until_said(r"step +2/4")
@@ -113,4 +122,6 @@ def test_an_asynchronous_run_that_is_killed_goes_on(tmp_path, model, runs):
     assert runs[-1].wait() == 0, runs[-1].words
     summary = runs[-1].summary()
     assert summary["steps"] == 4 and summary["lost"] == summary["doubled"] == 0
+    assert summary["begun"] == summary["returned"] + summary["written_off"]
+    check_drawn_again(runs[-1])
     check_bound([step for step in runs[-1].metrics("step") if step["step"] > 2])

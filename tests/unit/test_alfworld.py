@@ -8,7 +8,9 @@ import json
 import os
 import random
 import signal
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from rose.envs.alfworld.environment import Alfworld, AlfworldSettings, command_o
 from rose.envs.alfworld.expert import Expert, plan_of
 from rose.envs.alfworld.households import KINDS, TOOLS, Household, draw_household, problem
 from rose.envs.alfworld.rooms import ROOMS
-from rose.envs.base import EnvironmentFailed, Guarded, Outcome
+from rose.envs.base import HELD_OUT_SEEDS, EnvironmentFailed, Guarded, Outcome
 from rose.envs.play import Answer, ChatFrame, Episode, TurnSampling, VersionSpan, play
 from rose.envs.registry import ENVIRONMENTS, find_environment, make_environment
 from rose.errors import ConfigError
@@ -186,8 +188,8 @@ def test_what_is_not_installed_is_said_with_the_command(monkeypatch):
 # The official data set, as a folder of its form
 
 
-def write_game(root: Path, task: str, *, is_solvable: bool = True, seed: int = 0) -> Path:
-    path = root / "json_2.1.1" / "train" / task / "trial_T2019" / "game.tw-pddl"
+def write_game(root: Path, task: str, *, split: str = "train", is_solvable: bool = True, seed: int = 0) -> Path:
+    path = root / "json_2.1.1" / split / task / "trial_T2019" / "game.tw-pddl"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"solvable": is_solvable, "pddl_problem": problem(draw_household(seed, ALL))}))
     return path
@@ -199,6 +201,7 @@ def test_official_games_are_chosen_by_the_seed(tmp_path):
     hot = write_game(tmp_path, "pick_heat_then_place_in_recep-Egg-None-SinkBasin-2")
     write_game(tmp_path, "pick_and_place_simple-AppleSliced-None-Desk-301")
     write_game(tmp_path, "pick_two_obj_and_place-CD-None-Safe-1", is_solvable=False)
+    write_game(tmp_path, "pick_and_place_simple-Pen-None-Desk-310", split="valid_unseen")
     found = [official.official_game(str(tmp_path), "train", ALL, seed) for seed in range(40)]
     assert set(found) == {mug, hot}
     assert found == [official.official_game(str(tmp_path), "train", ALL, seed) for seed in range(40)]
@@ -207,6 +210,35 @@ def test_official_games_are_chosen_by_the_seed(tmp_path):
         official.official_game(str(tmp_path), "train", ("two",), 0)
     with pytest.raises(ConfigError, match="has no ALFWorld games of valid_seen"):
         official.check_data(str(tmp_path), "valid_seen", ALL)
+
+
+MUG = "pick_and_place_simple-Mug-None-Desk"
+
+
+def games_of(root: Path, split: str, first_seed: int) -> set[Path]:
+    return {official.official_game(str(root), split, ALL, first_seed + number) for number in range(400)}
+
+
+@pytest.mark.parametrize("split", ["train", "valid_seen"])
+def test_held_out_games_are_those_of_rooms_that_no_training_has_seen(tmp_path, split):
+    trained = {write_game(tmp_path, f"{MUG}-{room}", split=split) for room in range(5)}
+    unseen = {write_game(tmp_path, f"{MUG}-{room}", split="valid_unseen") for room in (8, 9)}
+    assert games_of(tmp_path, split, 0) == trained
+    assert games_of(tmp_path, split, HELD_OUT_SEEDS) == unseen
+
+
+@pytest.mark.parametrize("split", ["train", "valid_unseen"])
+def test_a_split_that_has_to_do_for_both_keeps_a_tenth_of_its_tasks_apart(tmp_path, split):
+    games = {write_game(tmp_path, f"{MUG}-{room}", split=split) for room in range(20)}
+    trained, held_out = games_of(tmp_path, split, 0), games_of(tmp_path, split, HELD_OUT_SEEDS)
+    assert trained | held_out == games and not trained & held_out and len(held_out) == 2
+
+
+def test_a_single_task_cannot_be_evaluated_on(tmp_path):
+    write_game(tmp_path, f"{MUG}-301")
+    official.check_data(str(tmp_path), "train", ALL)
+    with pytest.raises(ConfigError, match="none is left to evaluate on"):
+        official.official_game(str(tmp_path), "train", ALL, HELD_OUT_SEEDS)
 
 
 def test_without_the_data_set_it_is_said_how_to_get_it(monkeypatch):
@@ -328,6 +360,74 @@ def test_a_game_that_hangs_is_killed_and_its_thread_comes_back():
         game.ask({"command": "look"})
     with pytest.raises(EnvironmentFailed):
         game.ask({"command": "look"})
+
+
+def is_gone(pid: int) -> bool:
+    """Ended, whoever has taken notice of it; waits a while for that."""
+    for _ in range(3000):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+STUBS = {
+    "fast_downward.py": "def load_lib(): ...",
+    "alfworld/data/alfred.pddl": "",
+    "alfworld/data/alfred.twl2": "",
+    "textworld/generator/game.py": "class EntityInfo: ...",
+    "textworld/envs/pddl/logic.py": """
+import time
+class GameLogic:
+    def __init__(self, domain, grammar): ...
+class PddlState:
+    def __init__(self, *parts):
+        time.sleep(600)
+""",
+}
+
+
+@pytest.fixture
+def hanging_games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """A host without the packages, whose games hang while they begin."""
+    for name, text in STUBS.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for folder in [path for path in tmp_path.rglob("*") if path.is_dir()]:
+        (folder / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(connection, "PACKAGES", ())
+    host = Host()
+    monkeypatch.setattr(connection, "_host", host)
+    yield host
+    host.end()
+
+
+def test_a_game_that_hangs_while_it_begins_is_killed(hanging_games):
+    killed: list[int | None] = []
+
+    class Watched(GameConnection):
+        def kill(self) -> None:
+            killed.append(self._pid)
+            super().kill()
+
+    with pytest.raises(TimeoutError):
+        Watched({"problem": "", "task": ""}, begin_s_max=0.2)
+    [pid] = killed
+    assert pid is not None and is_gone(pid)
+
+
+def test_a_game_that_hangs_ends_with_its_host(hanging_games):
+    with hanging_games.connect() as game, game.makefile("rb") as stream:
+        pid = json.loads(stream.readline())["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        hanging_games.end()
+        assert is_gone(pid)
 
 
 @needs_games

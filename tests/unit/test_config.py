@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -14,7 +15,7 @@ from rose.config import text
 from rose.config.device import DeviceSettings, cores_of
 from rose.config.load import known_keys, load_settings, write_resolved
 from rose.config.schema import setting
-from rose.errors import ConfigError
+from rose.errors import ConfigError, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,11 @@ class Outer:
     mode: Literal["idle", "decode"] = setting("idle", "how")
     on: bool = setting(True, "whether")
     inner: Inner = field(default_factory=Inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    options: Mapping[str, bool | int | float | str] = setting({}, "what somebody else knows", maximum=9)
 
 
 def load(tmp_path, yaml_text="", *overrides):
@@ -131,6 +137,33 @@ def test_a_file_that_is_no_settings_file(tmp_path, content, words):
         load_settings(Outer, path)
 
 
+def test_names_that_somebody_else_knows_are_laid_over_each_other_and_read_back(tmp_path):
+    path = tmp_path / "open.yaml"
+    path.write_text("options: {size: 4, view: grid}")
+    settings = load_settings(Open, path, ["options.size=8", "options.share=0.5", "options="])
+    assert settings == Open({"size": 8, "view": "grid", "share": 0.5})
+    assert load_settings(Open, write_resolved(settings, tmp_path / "run")) == settings
+    assert load_settings(Open, write_resolved(Open(), tmp_path / "other")) == Open()
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("options=8", "a group of names"),
+        ("options={1: 2}", "a group of names"),
+        ("options.size=[8]", "each with true or false or a whole number or a number or text"),
+        ("options.size.x=8", "a group of names"),
+        ("options.size=", "not {'size': None}"),
+        ("options.size=10", "at most 9"),
+        ("option.size=8", "`options`"),
+    ],
+)
+def test_what_no_name_may_have_is_refused(override, words):
+    with pytest.raises(ConfigError) as refused:
+        load_settings(Open, None, [override])
+    assert words in str(refused.value) and override in str(refused.value)
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.yaml cannot be read: No such file"):
         load_settings(Outer, tmp_path / "absent.yaml")
@@ -142,6 +175,16 @@ def test_resolved_settings_read_back_equal(tmp_path):
     assert path.name == "settings.yaml"
     assert load_settings(DeviceSettings, path) == settings
     assert [file.name for file in path.parent.iterdir()] == ["settings.yaml"]
+
+
+def test_settings_that_cannot_be_written_are_told_and_leave_nothing_half_done(tmp_path):
+    (tmp_path / "settings.yaml").mkdir()
+    with pytest.raises(Unavailable, match=r"settings\.yaml cannot be written: Is a directory"):
+        write_resolved(Outer(), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["settings.yaml"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Unavailable, match="cannot be written"):
+        write_resolved(Outer(), tmp_path / "file" / "folder")
 
 
 @given(st.text(), st.floats(0, 1), st.lists(st.from_regex("[a-z]+", fullmatch=True)), st.none() | st.integers(-99, 10))

@@ -37,6 +37,7 @@ USAGE = Usage(
     borrowed_turns=6000,
     fixed_s=10800,
     fixed_basis="estimated",
+    pool_tokens=500_000,
     breaches=3,
     headroom_share=0.2,
     transfer_bytes=40_000_000_000,
@@ -60,12 +61,25 @@ def test_a_bill_by_hand():
 
 def test_factors_by_hand():
     found = cost_of(USAGE, PRICES).factors
-    # 10,000 turns ended for 8,000 judged ones: half a million tokens, of which the judged ones have 400,000.
+    # Half a million tokens, of which the judged trajectories have 400,000.
     assert found.rollout_ratio == pytest.approx(0.25)
     assert found.accept_ratio == 0.25
     assert found.reasoning_million_tokens == pytest.approx(0.0004)
     assert found.cpm_usd == pytest.approx(14.58 / 0.5)
     assert found.product() == pytest.approx(14.58 / 250)
+
+
+def test_tokens_of_the_pool_are_those_that_the_gateway_counted():
+    """Whatever the turns say: those of members that were cut off may be longer, or have no end."""
+    found = cost_of(replace(USAGE, pool_tokens=600_000), PRICES)
+    assert found.factors.cpm_usd == pytest.approx(14.58 / 0.6) and found.factors.rollout_ratio == pytest.approx(0.5)
+    assert found.factors.reasoning_million_tokens == pytest.approx(0.0004), "of judged trajectories, as ever"
+    assert found.prices.dedicated == pytest.approx(9.0 / 0.24) and found.is_consistent()
+
+
+def test_where_nobody_counted_them_other_turns_are_as_long_as_those_that_were_judged():
+    uncounted = cost_of(replace(USAGE, pool_tokens=None), PRICES)
+    assert uncounted == cost_of(USAGE, PRICES), "10,000 turns ended for 8,000 judged ones"
 
 
 def test_three_prices_of_a_million_tokens():
@@ -81,15 +95,16 @@ seconds = st.floats(0, 1e6)
 
 @given(
     counts, counts, st.integers(1, 100_000), st.integers(1, 10**9), counts, counts, seconds, seconds,
-    st.floats(0, 1000), st.integers(0, 10**12),
+    st.floats(0, 1000), st.integers(0, 10**12), st.none() | st.integers(0, 10**9),
 )  # fmt: skip
 def test_factors_multiply_to_the_total_whatever_a_run_was(
-    trajectories, correct, turns, tokens, dedicated, borrowed, rollout_s, train_s, breaches, sent
+    trajectories, correct, turns, tokens, dedicated, borrowed, rollout_s, train_s, breaches, sent, others
 ):
     usage = replace(
         USAGE, run_s=rollout_s + train_s, rollout_s=rollout_s, trajectories=max(trajectories, correct),
-        correct=correct, turns=turns, generated_tokens=tokens, dedicated_turns=dedicated, borrowed_turns=borrowed,
-        breaches=breaches, transfer_bytes=sent,
+        correct=correct, turns=turns, generated_tokens=tokens, dedicated_turns=turns + dedicated,
+        borrowed_turns=borrowed, breaches=breaches, transfer_bytes=sent,
+        pool_tokens=None if others is None else tokens + others,
     )  # fmt: skip
     found = cost_of(usage, PRICES)
     assert found.is_consistent()
@@ -97,10 +112,27 @@ def test_factors_multiply_to_the_total_whatever_a_run_was(
     assert found.bill.total == pytest.approx(found.total_usd)
 
 
-def test_a_count_that_is_missing_in_one_place_is_found():
+def test_a_factor_that_is_changed_alone_is_found():
     found = cost_of(USAGE, PRICES)
     assert not replace(found, factors=replace(found.factors, accept_ratio=0.2)).is_consistent()
     assert not replace(found, factors=None).is_consistent()
+
+
+@pytest.mark.parametrize(
+    "story, change, expected",
+    [
+        ("judged trajectories are counted twice", {"turns": 16_000, "generated_tokens": 800_000}, ("turns", "tokens")),
+        ("one pool is not counted", {"borrowed_turns": 0}, ("turns",)),
+        ("the gateway has missed some", {"pool_tokens": 300_000}, ("tokens",)),
+        ("more were right than were judged", {"correct": 2000}, ("trajectories",)),
+        ("a worker died with its last count", {"dedicated_turns": 1900}, ()),
+        ("nobody counted tokens of the pool", {"pool_tokens": None}, ()),
+    ],
+)
+def test_counts_that_contradict_each_other_are_found(story, change, expected):
+    found = cost_of(replace(USAGE, **change), PRICES)
+    assert found.miscounted == expected and found.is_consistent() == (not expected), story
+    assert found.factors.product() == pytest.approx(found.cost_per_correct), "which no product could tell"
 
 
 def test_without_a_correct_answer_there_is_a_bill_and_no_quotient():
@@ -123,6 +155,30 @@ def test_steps_with_and_without_the_device_measure_what_borrowing_saved():
     assert found.fixed_s == pytest.approx(4 * 5.1), "rollouts at the pace of those without"
     assert (found.dedicated_turns, found.borrowed_turns, found.turns) == (400, 800, 1200)
     assert found.trajectories == 256 and found.lent_rollout_s == pytest.approx(8.0)
+
+
+def test_where_rollouts_never_stop_a_pace_is_of_all_tokens_that_were_played():
+    in_step = {"trajectories": 40, "successes": 10, "turns": 180, "generated_tokens": 700}
+
+    def line(n, is_borrowed):
+        tokens = 2400 if is_borrowed else 1200
+        return step(n, 10.0 * n, is_borrowed=is_borrowed, rollout_s=2.0, pool_tokens=tokens, in_step=in_step)
+
+    found = usage_of([line(n, n % 4 in (0, 1)) for n in range(8)])
+    assert found.fixed_s == pytest.approx(4 * (2 * 2.0 + 1.1)), "twice as many in the same time, as many of them judged"
+
+
+def test_where_rollouts_never_stop_the_bill_is_for_what_ended_in_its_time():
+    in_step = {"trajectories": 40, "successes": 10, "turns": 180, "generated_tokens": 700}
+    found = usage_of([step(1, 0.0, pool_tokens=1300, in_step=in_step), step(2, 5.0, pool_tokens=1500, in_step=in_step)])
+    assert (found.trajectories, found.correct, found.turns) == (80, 20, 360), "not those that an evaluation saw end"
+    assert (found.generated_tokens, found.pool_tokens) == (1400, 2800)
+    factors = cost_of(found, PRICES).factors
+    assert factors.rollout_ratio == pytest.approx(1.0) and factors.reasoning_million_tokens == pytest.approx(17.5e-6)
+
+
+def test_a_pool_whose_tokens_only_some_steps_know_is_estimated():
+    assert usage_of([step(1, 0.0, pool_tokens=1300), step(2, 5.0)]).pool_tokens is None
 
 
 def test_without_a_comparison_the_dedicated_worker_would_have_played_everything():

@@ -106,8 +106,10 @@ def test_environments_by_name():
     assert make_environment("frozenlake", size=8).reset(1)
     with pytest.raises(ConfigError, match="did you mean frozenlake"):
         find_environment("frozenlak")
-    with pytest.raises(ConfigError, match="did you mean turns_max"):
+    with pytest.raises(ConfigError, match=r"did you mean turns_max\? there are size, "):
         make_environment("frozenlake", turn_max=3)
+    with pytest.raises(ConfigError, match="`is_slippery` must be true or false, not 'no'"):
+        make_environment("frozenlake", is_slippery="no")
 
 
 # The guard
@@ -377,6 +379,16 @@ def test_sampled_ids_are_kept_even_if_their_text_would_be_tokenised_otherwise(fr
 def test_an_episode_too_long_for_the_model_is_over(frame):
     found = played(frame, ScriptedModel(frame, [answer_text("Up")] * 10), context_tokens_max=80)
     assert 1 < found.turns < 10 and len(found.token_ids) <= 80 and not found.is_success
+
+
+def test_a_first_prompt_that_leaves_no_room_for_an_answer_loses_the_episode(frame):
+    tokens = len(frame.first("0,0 L#D_R_U#"))
+    model = ScriptedModel(frame, [answer_text("Up")])
+    words = f"first prompt has {tokens} tokens and an answer up to 8, together more than the context of {tokens + 7}"
+    with pytest.raises(EnvironmentFailed, match=words):
+        played(frame, model, context_tokens_max=tokens + 7)
+    assert model.prompts == []
+    assert played(frame, model, context_tokens_max=tokens + 8).turns == 1
 
 
 def test_an_episode_whose_environment_failed_is_played_anew(frame):

@@ -16,6 +16,7 @@ import pytest
 from tests.unit.fake_gateway import FakeGateway
 from tests.unit.rollout_world import TOKENS, world
 
+from rose.core.staleness import GroupStream, StalenessRules
 from rose.core.trajectory import Trajectory
 from rose.envs import agents
 from rose.envs.agents import find_agent, lasting_name
@@ -24,6 +25,7 @@ from rose.envs.openai_agent import AgentFailed, Door
 from rose.envs.play import Episode, TurnSampling
 from rose.errors import ConfigError
 from rose.launch.agent_episodes import AgentEpisodes, agent_episodes
+from rose.launch.flow import Flow
 from rose.launch.folder import in_force
 from rose.launch.rollouts import Played, Rollouts
 from rose.launch.settings import GroupSettings, RunSettings, load_run_settings
@@ -149,6 +151,13 @@ def test_an_episode_through_the_client(server, tmp_path, function):
     assert [len(body["messages"]) for body in bodies] == [1, 1, 3]
 
 
+def test_an_agent_plays_the_environment_with_its_options(server):
+    url, asked = server
+    settings = settings_for(f"{EXAMPLE}:play", "environment_options.view=grid")
+    asyncio.run(AgentEpisodes(settings, Door(url, "a-token", "the-model")).play(episode()))
+    assert asked[0][1]["messages"][0]["content"].startswith("P")
+
+
 def test_an_agent_that_asks_nothing_has_nothing_to_learn_from(tmp_path):
     (tmp_path / "silent.py").write_text("def play(client, task):\n    return 1.0\n")
     episodes = AgentEpisodes(settings_for(f"{tmp_path / 'silent.py'}:play"), NOWHERE)
@@ -205,6 +214,24 @@ def test_tokens_of_an_agent_are_those_that_the_gateway_kept(model):
     assert (played.trajectories, played.turns, played.successes) == (4, 4, 2)
     balance = rollouts.ledger.balance()
     assert (balance.begun, balance.returned, balance.differing, balance.unknown, balance.lost) == (4, 4, 0, 0, 0)
+
+
+def test_tokens_of_an_agent_count_where_rollouts_never_stop_too(model):
+    rollouts, gateway = rollouts_of(model)
+    gateway.waits = True
+
+    async def story() -> Played:
+        stream = GroupStream(rollouts.groups.rules, StalenessRules(0, 1, 1))
+        flow = Flow(rollouts, stream, lambda unmet: None)
+        flow.begin(1)
+        played = await flow.take()
+        assert flow.take_ended().generated_tokens == played.generated_tokens
+        await flow.end()
+        return played
+
+    played = asyncio.run(story())
+    [group] = played.kept
+    assert played.generated_tokens == sum(trajectory.generated_tokens for trajectory in group) > 0
 
 
 def test_branches_of_an_agent_come_with_their_member(model):

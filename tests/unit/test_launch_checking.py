@@ -29,6 +29,29 @@ def test_an_extra_that_is_not_installed_is_told_by_the_command_itself(tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "no run was begun"
 
 
+def test_a_relay_without_its_secret_uses_up_no_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for variable in ("ROSE_RELAY_SECRET", "ROSE_RELAY_SECRET_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    relay = "weights.relay=tcp://127.0.0.1:7070"
+    assert main(["run", "--name", "it", "--set", relay]) == 2
+    assert "the secret for the relay tcp://127.0.0.1:7070 is not known" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [], "no run was begun"
+    monkeypatch.setenv("ROSE_RELAY_SECRET", "short")
+    with pytest.raises(ConfigError, match="at least 16 are needed"):
+        check_start(load_run_settings(None, [relay]))
+    monkeypatch.setenv("ROSE_RELAY_SECRET", "long enough for anybody")
+    check_start(load_run_settings(None, [relay]))
+
+
+def test_options_are_looked_at_where_the_environment_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(connection, "PACKAGES", ())
+    options = [f"environment_options.data={tmp_path}", "environment_options.split=valid_seen"]
+    settings = load_run_settings(None, ["environment=alfworld", *options])
+    with pytest.raises(ConfigError, match=f"{tmp_path} has no ALFWorld games of valid_seen"):
+        check_start(settings)
+
+
 def test_a_task_without_a_warm_start_needs_a_model(tmp_path: Path):
     with pytest.raises(ConfigError, match="the model to train has to be given"):
         check_start(load_run_settings(None, ["environment=frozenlake-8x8"]))

@@ -34,6 +34,14 @@ def test_time_counts_per_token():
     assert compared(steps)["rollout_speedup"] == 1.0
 
 
+def test_where_rollouts_never_stop_time_counts_per_token_of_the_pool():
+    lines = [step(1, 0.0, pool_tokens=3600), step(2, 9.0, is_borrowed=False, rollout_s=4.0, pool_tokens=2400)]
+    assert compared([line | {"in_step": {}} for line in lines])["rollout_speedup"] == 3.0, (
+        "a trajectory may end in another step than it was played in"
+    )
+    assert compared(lines)["rollout_speedup"] == 2.0, "elsewhere surplus that was thrown away counts for nothing"
+
+
 def test_a_run_has_a_cost_of_a_correct_answer():
     late = [served(103.0, ttft_ms=900.0), served(103.5), served(110.0)]
     prices = CostSettings(breach_usd=1.0, dedicated_usd_per_hour=3600.0)
@@ -56,6 +64,11 @@ def test_how_a_run_learnt():
     lines = [step(1, 0.0, logprob_gap_mean=0.01, staleness_max=1), step(2, 5.0, logprob_gap_mean=0.03, staleness_max=3)]
     found = summary_of(lines, [])
     assert (found["logprob_gap_mean"], found["staleness_max"], found["weight_sync_s"]) == (0.02, 3, 0.1)
+
+
+def test_how_many_actions_were_not_understood():
+    assert summary_of([step(1, 0.0, invalid_turns=30), step(2, 5.0, invalid_turns=0)], [])["invalid_share"] == 0.05
+    assert summary_of([step(1, 0.0)], [])["invalid_share"] is None, "an older run did not write it"
 
 
 def test_the_time_to_sync_weights_includes_the_workers():
@@ -105,6 +118,40 @@ def test_serving_is_judged_by_its_arrival():
     rows = [served(100.5), served(101.5, ttft_ms=900), served(105.0)]
     assert attainment(within(rows, [step(1, 100.0)])) == 0.5
     assert attainment([]) is None
+
+
+def test_requests_within_steps_in_whatever_order_and_over_each_other():
+    """A run that was resumed may have steps of another clock."""
+    steps = [step(3, 200.0), step(1, 100.0, rollout_s=50.0), step(2, 110.0)]
+    moments = [99.9, 100.0, 111.0, 140.0, 150.0, 150.1, 199.9, 202.0, 203.0]
+    found = within([served(moment) for moment in moments], steps)
+    assert [row["at_s"] for row in found] == [100.0, 111.0, 140.0, 150.0, 202.0]
+    assert within([served(1.0)], []) == []
+
+
+class Moment(float):
+    """Counts how often it is compared."""
+
+    compared = 0
+
+    def __le__(self, other):
+        Moment.compared += 1
+        return float(self) <= other
+
+    def __lt__(self, other):
+        Moment.compared += 1
+        return float(self) < other
+
+    def __ge__(self, other):
+        Moment.compared += 1
+        return float(self) >= other
+
+
+def test_a_week_of_requests_is_not_held_against_every_step():
+    steps = [step(number, 3.0 * number) for number in range(1000)]
+    rows = [served(Moment(3.0 * number + 1.0)) for number in range(1000)]
+    assert len(within(rows, steps)) == 1000
+    assert Moment.compared < 20 * len(rows)
 
 
 def test_percentiles_are_values_that_were_seen():

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.unit.fake_gateway import FakeGateway
 
-from rose.core.groups import Drop, GroupAged
+from rose.core.groups import Draw, Drop, GroupAged
 from rose.core.staleness import GroupStream, StalenessRules, Unmet, oldest_version
+from rose.launch.asynchronous import AsynchronousJob
 from rose.launch.flow import Flow
+from rose.launch.ledger import Balance
 from rose.launch.rollouts import Played, Rollouts
 from rose.launch.settings import GroupSettings, load_run_settings
+from rose.launch.start import Start
 from rose.models.folder import ModelFolder, load_model_folder
 from rose.models.presets import write_preset
 
@@ -25,18 +29,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 
 
 class Job:
-    """A trainer that changes the version with every batch and checks what it was given."""
+    """A trainer that changes the version with every batch and checks what it was given. It goes on behind `start`."""
 
-    def __init__(self, model: ModelFolder, *, bound: int, batches: int, **groups: Any) -> None:
+    def __init__(
+        self, model: ModelFolder, *, bound: int, batches: int, start: Start | None = None, **groups: Any
+    ) -> None:
+        start = start or Start()
         rules = GroupSettings(**({"groups": 2, "size": 6, "draws_max": 30} | groups))
         settings = replace(load_run_settings(), groups=rules)
         self.gateway = FakeGateway(model, waits=True)
-        self.gateway.version = "0"
+        self.gateway.version = str(start.step)
         self.journal: list[tuple[Any, list[Any]]] = []
         self.rollouts = Rollouts(self.gateway, model, settings, "r", lambda *said: self.journal.append(said))  # type: ignore[arg-type]
+        self.rollouts.go_on(start.next_group, start.balance)
         self.unmet: list[Unmet] = []
-        self.bound, self.batches, self.step = bound, batches, 0
-        stream = GroupStream(rules.rules(), StalenessRules(bound, rules.groups, batches))
+        self.bound, self.batches, self.step = bound, batches, start.step
+        limits, again = StalenessRules(bound, rules.groups, batches), start.outstanding
+        stream = GroupStream(rules.rules(), limits, next_group=start.next_group, taken=start.step, again=again)
         self.flow = Flow(self.rollouts, stream, self.unmet.append)
         self.trained: list[str] = []
 
@@ -105,6 +114,23 @@ def test_rollouts_go_on_while_the_trainer_learns(model):
         job.reach()
         await settle()
         assert job.rollouts.ended > under_bound
+        await job.flow.leave()
+
+    in_time(scenario())
+
+
+def test_what_has_ended_is_counted_from_one_moment_to_another(model):
+    async def scenario() -> None:
+        job = Job(model, bound=2, batches=9)
+        job.flow.begin(0)
+        first = await job.learn()
+        assert job.flow.take_ended().trajectories == first.trajectories
+        ended = job.rollouts.ended
+        await settle()
+        between = job.flow.take_ended()
+        assert between.trajectories == job.rollouts.ended - ended > 0 and between.generated_tokens > between.turns > 0
+        assert job.flow.take_ended().trajectories == 0
+        assert (await job.learn()).trajectories >= between.trajectories, "a batch brings all since the one before"
         await job.flow.leave()
 
     in_time(scenario())
@@ -208,5 +234,112 @@ def test_a_job_that_ends_early_writes_off_what_is_under_way(model):
 def test_where_a_resumed_run_goes_on_is_known(model):
     job = Job(model, bound=1, batches=2)
     in_time(job.whole())
-    state = job.rollouts.state()
-    assert state["next_group"] * 6 == job.rollouts.ledger.balance().begun
+    state = job.flow.state()
+    assert state["next_group"] * 6 == state["balance"]["begun"] == job.rollouts.ledger.balance().begun
+    assert state["outstanding"] == [], "a job that is over leaves nothing"
+
+
+def drawn(job: Job) -> list[int]:
+    return [fact.group for fact, _ in job.journal if isinstance(fact, Draw)]
+
+
+def start_of(state: dict[str, Any], step: int) -> Start:
+    balance, outstanding = Balance(**state["balance"]), tuple(state["outstanding"])
+    return Start(step=step, next_group=state["next_group"], outstanding=outstanding, balance=balance)
+
+
+async def never(*_: Any) -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_resumed_run_plays_again_what_no_step_has_learnt_from(model):
+    async def killed() -> tuple[Job, dict[str, Any]]:
+        """Behind its second step 7 is under way, the tokens of 8 are coming, and 4, 5, 6 and 9 are ready."""
+        job = Job(model, bound=2, batches=6, dynamic_sampling=False)
+        finish = job.gateway.finish
+
+        async def pause(name: str) -> None:
+            await (never() if name == "r/7/0" else asyncio.sleep(0))
+
+        async def finish_or_hang(name: str, *more: Any) -> None:
+            await (never() if name.startswith("r/8/") else finish(name, *more))
+
+        job.gateway.pause = pause
+        job.gateway.finish = finish_or_hang  # type: ignore[method-assign]
+        job.flow.begin(0)
+        for _ in range(2):
+            await settle()
+            await job.run(1)
+        await settle()
+        state = job.flow.state()
+        await job.flow.leave()
+        return job, state
+
+    async def resumed(state: dict[str, Any]) -> Job:
+        job = Job(model, bound=2, batches=6, start=start_of(state, 2), dynamic_sampling=False)
+        job.flow.begin(2)
+        for _ in range(4):
+            await settle()
+            await job.run(1)
+        await job.flow.end()
+        return job
+
+    before, state = in_time(killed())
+    assert (state["next_group"], state["outstanding"]) == (10, [4, 5, 6, 7, 8, 9])
+    assert state["balance"] == asdict(Balance(begun=4 * 6, returned=4 * 6)), "of what was learnt from, and nothing else"
+    after = in_time(resumed(state))
+    assert drawn(after) == [4, 5, 6, 7, 8, 9, 10, 11]
+    members = [f"r/{group}/{member}" for group in range(12) for member in range(6)]
+    assert sorted(before.trained + after.trained) == sorted(members), "each once, in whichever attempt"
+    assert after.rollouts.ledger.balance() == Balance(begun=12 * 6, returned=12 * 6)
+
+
+def test_a_run_that_is_killed_again_has_forgotten_nothing(model):
+    async def scenario() -> dict[str, Any]:
+        start = Start(step=2, next_group=9, outstanding=(3, 5, 7), balance=Balance(begun=36, returned=36))
+        job = Job(model, bound=0, batches=9, start=start, dynamic_sampling=False)
+        job.flow.begin(2)
+        assert drawn(job) == [3, 5], "the bound allows no more"
+        await settle()
+        state = job.flow.state()
+        await job.flow.leave()
+        return state
+
+    state = in_time(scenario())
+    assert (state["next_group"], state["outstanding"]) == (9, [3, 5, 7])
+    assert state["balance"] == asdict(Balance(begun=36, returned=36))
+
+
+def test_a_group_that_was_dropped_is_outstanding_until_it_has_come_back(model):
+    async def scenario() -> tuple[Job, dict[str, Any]]:
+        job = Job(model, bound=2, batches=9, groups=4, size=2)
+        job.gateway.finish = never  # type: ignore[method-assign]
+        job.flow.begin(0)
+        await settle()
+        state = job.flow.state()
+        await job.flow.leave()
+        return job, state
+
+    job, state = in_time(scenario())
+    assert any(isinstance(decision, Drop) for _, decisions in job.journal for decision in decisions)
+    assert state["outstanding"] == list(range(12)) and state["balance"] == asdict(Balance())
+
+
+def test_the_loop_goes_on_with_what_its_checkpoint_names_and_writes_it_into_the_next(model):
+    async def scenario() -> tuple[list[int], dict[str, Any]]:
+        start = Start(step=2, next_group=9, outstanding=(3, 5))
+        parts = Job(model, bound=0, batches=9, start=start)
+        settings = load_run_settings(None, ["groups.groups=2", "groups.size=6", "asynchrony.max_staleness=0"])
+        learner: Any = SimpleNamespace(published=SimpleNamespace(version=SimpleNamespace(version=2)))
+        pool: Any = SimpleNamespace(counts={})
+        nothing: Any = None
+        job = AsynchronousJob(
+            settings, nothing, nothing, learner, parts.rollouts, pool, nothing, nothing, nothing, nothing, start
+        )
+        flow = job._begin_flow()
+        state = job._rollouts_state()
+        await flow.leave()
+        return drawn(parts), state
+
+    groups, state = in_time(scenario())
+    assert groups == state["outstanding"] == [3, 5] and state["next_group"] == 9

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.unit.launch_lines import step
 
 from rose.core.groups import StepGroups
-from rose.errors import RoseError
+from rose.errors import RoseError, Unavailable
 from rose.launch.asynchronous import AsynchronousJob
-from rose.launch.figures import pause_s
+from rose.launch.figures import compared, costs_of, pause_s
 from rose.launch.job import Job
 from rose.launch.rollouts import Played
+from rose.launch.settings import load_run_settings
+from rose.launch.watching import PoolSample, PoolWatch
 
 
 class Starved(RoseError):
@@ -81,3 +85,170 @@ def test_a_pause_that_nobody_told_is_not_a_pause_of_nothing(story, seconds, is_c
     asyncio.run(job._until_taken(published, 7, is_changed))
     assert [line["pause_s"] for line in lines] == [told_s] and reached == [7], story
     assert pause_s(lines) == told_s
+
+
+class Away:
+    """A borrowed device that does not answer its owner."""
+
+    async def lend(self) -> bool:
+        raise Unavailable("it is started again")
+
+    hold_back = breaches = lend
+
+
+class Counting:
+    """A borrowed device with one more breach whenever somebody looks; the second time nobody answers."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    async def breaches(self) -> dict[str, int]:
+        self.looks += 1
+        if self.looks == 2:
+            raise Unavailable("it is started again")
+        return {"ttft": self.looks}
+
+
+class Steps(Job):
+    """A job without rollouts."""
+
+    async def _step(self, step: int) -> None:
+        self.folder.record("step", step=step)
+
+    async def _keep_costs(self, when: str) -> None:
+        pass
+
+    async def compare_weights(self) -> None:
+        pass
+
+
+def job_of(kind: type[Job], lending: Any, *overrides: str) -> tuple[Job, list[dict[str, Any]], list[str]]:
+    """The job, its lines and what it says."""
+    lines: list[dict[str, Any]] = []
+    words: list[str] = []
+    folder: Any = SimpleNamespace(record=lambda kind, **line: lines.append({"kind": kind} | line))
+    screen: Any = SimpleNamespace(say=words.append)
+    settings = load_run_settings(None, ["evaluation.every_steps=0", "checkpoint.every_steps=0", *overrides])
+    nothing: Any = None
+    job = kind(settings, folder, nothing, nothing, nothing, nothing, lending, nothing, screen, nothing)
+    return job, lines, words
+
+
+def test_a_device_that_cannot_be_asked_makes_no_pairs_and_ends_no_run():
+    job, _, words = job_of(Job, Away(), "compare=true", "steps=4")
+    borrowed = [asyncio.run(job._lend(number)) for number in (1, 2, 3, 4)]
+    assert borrowed == [False, True, True, False], "as it was before"
+    assert [said.split(": ")[0].strip() for said in words] == [
+        f"the device could not be {what} for now" for what in ("borrowed", "held back", "held back", "borrowed")
+    ]
+    with_then_without = [step(1, 0.0), step(2, 9.0, is_borrowed=borrowed[1], rollout_s=4.0)]
+    assert compared(with_then_without)["throughput_ratio"] is None
+
+
+def test_a_run_whose_device_is_away_at_the_end_is_finished():
+    job, lines, _ = job_of(Steps, Away(), "steps=2")
+    asyncio.run(job.run())
+    assert [line["kind"] for line in lines] == ["step", "step", "finished"]
+
+
+def test_breaches_are_written_down_with_every_step():
+    job, lines, _ = job_of(Steps, Counting(), "steps=3")
+    asyncio.run(job.run())
+    assert [line["kind"] for line in lines] == ["step", "lending", "step", "step", "lending", "lending", "finished"]
+    assert [line["breaches"] for line in lines if line["kind"] == "lending"] == [{"ttft": 1}, {"ttft": 3}, {"ttft": 4}]
+
+
+def test_turns_between_two_marks_are_known_over_a_restart_of_the_gateway():
+    ended = iter([10, 14, 3])
+
+    async def pool() -> dict[str, Any]:
+        count = next(ended)
+        member = {"name": "a", "kind": "dedicated", "state": "open", "trouble": "", "turns": 0, "turns_ended": count}
+        return {"members": [member], "counts": {"ended": count}, "version": None}
+
+    job, lines, _ = job_of(Job, None)
+    client: Any = SimpleNamespace(pool=pool)
+    gateway_s = iter([1.0, 1.7])
+    job.pool, job.costs = PoolWatch(client, lambda sample: None), lambda: {"gateway": next(gateway_s)}
+
+    async def marks() -> None:
+        await job._keep_costs("begin")
+        await job.pool.look()
+        await job._keep_costs("end")
+
+    asyncio.run(marks())
+    assert costs_of(lines)["control_cpu_ms_per_turn"] == 100.0
+
+
+# What a step's line counts
+
+
+@dataclass
+class Report:
+    """Of a step that had nothing to learn from."""
+
+    step: int = 1
+    trajectories: int = 0
+    verdict: str = "starved"
+    staleness_max: int | None = None
+
+
+class Pool:
+    """Whose workers have ended ten more turns and written fifty more tokens whenever somebody looks."""
+
+    def __init__(self) -> None:
+        self.looks, self.counts = 0, {"tokens": 0}
+
+    async def look(self) -> PoolSample:
+        self.looks += 1
+        self.counts = {"tokens": 50 * self.looks}
+        return PoolSample(float(self.looks), {"dedicated": 10 * self.looks, "borrowed": 0}, {}, None)
+
+
+class Synchronous(Job):
+    def _tell(self, line: dict[str, Any]) -> None:
+        self.folder.record("step", **line)
+
+
+class Asynchronous(AsynchronousJob):
+    _tell = Synchronous._tell
+
+    def _watch(self, step: int, is_changed: bool) -> None:
+        pass
+
+
+def line_of(kind: type[Job], **more: Any) -> dict[str, Any]:
+    """Of a step in which four trajectories had ended when its batch was there."""
+    played = Played([], StepGroups(), trajectories=4, successes=2, turns=9, generated_tokens=40)
+
+    async def play() -> Played:
+        return played
+
+    async def learn(*_: object) -> Report:
+        return Report()
+
+    job, lines, _ = job_of(kind, None, "steps=9")
+    job.learner = SimpleNamespace(learn=learn, published=SimpleNamespace(label="1"))  # type: ignore[assignment]
+    job.rollouts, job.pool = SimpleNamespace(play_step=play), Pool()  # type: ignore[assignment]
+    job.screen.live = SimpleNamespace()  # type: ignore[assignment]
+    job.costs = dict
+    if isinstance(job, AsynchronousJob):
+        job.flow = SimpleNamespace(take=play, **more)  # type: ignore[assignment]
+    asyncio.run(job._step(1))
+    return lines[0]
+
+
+def test_a_step_says_what_was_judged_and_what_the_pool_has_generated():
+    line = line_of(Synchronous)
+    assert (line["turns"], line["generated_tokens"]) == (9, 40), "of the trajectories that ended"
+    assert (line["turns_by_pool"]["dedicated"], line["pool_tokens"]) == (10, 50), "of all there were"
+
+
+def test_an_asynchronous_step_says_the_same_and_what_ended_in_its_time():
+    between = Played([], StepGroups(), trajectories=3, successes=1, turns=7, generated_tokens=32)
+    within = Played([], StepGroups(), trajectories=1, successes=1, turns=2, generated_tokens=8)
+    ended = iter([between, within])
+    line = line_of(Asynchronous, take_ended=lambda: next(ended))
+    assert (line["turns"], line["generated_tokens"]) == (9, 40)
+    assert (line["turns_by_pool"]["dedicated"], line["pool_tokens"]) == (30, 150)
+    assert line["in_step"] == {"trajectories": 1, "successes": 1, "turns": 2, "generated_tokens": 8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +38,39 @@ def test_a_resumed_run_goes_on_from_its_balance_and_may_begin_the_same_again():
     found = ledger.close_step()
     assert (found.begun, found.returned, found.written_off, found.lost, found.doubled) == (9, 7, 1, 1, 1)
     assert found.begun == found.returned + found.written_off + found.open + found.lost
+
+
+def test_those_that_are_left_out_were_never_begun():
+    ledger = Ledger(Balance(begun=10, returned=10))
+    for name in ("a", "b", "c", "d"):
+        ledger.begin(name)
+    for name in ("a", "b"):
+        assert ledger.returned(name)
+    ledger.write_off("c")
+    assert ledger.balance(without=["b", "c", "d", "x"]) == Balance(begun=11, returned=11)
+    assert ledger.balance() == Balance(begun=14, returned=12, written_off=1, open=1)
+
+
+class LookedUp(set[str]):
+    """May be searched, but not copied: a run has millions of them."""
+
+    def __or__(self, other: object) -> set[str]:
+        raise RuntimeError("all ids were copied for the sake of one")
+
+    __ror__ = __or__
+
+
+def test_beginning_one_more_copies_none_of_those_before():
+    ledger = Ledger()
+    ledger._returned = LookedUp()
+    for name in ("a", "b", "c"):
+        ledger.begin(name)
+    assert ledger.returned("b")
+    ledger.write_off("c")
+    for name in ("a", "b", "c"):
+        with pytest.raises(AssertionError, match=f"{name} was begun before"):
+            ledger.begin(name)
+    assert ledger.balance().begun == 3
 
 
 @given(st.lists(st.tuples(st.sampled_from(["return", "write off", "close"]), st.integers(0, 9)), max_size=60))

@@ -55,6 +55,19 @@ def test_all_pictures_are_there_and_well_formed():
     assert "dedicated died" in found[4]
 
 
+def test_a_picture_of_a_long_run_has_no_more_blocks_than_the_eye_can_see():
+    lines = []
+    for second in range(0, 9000, 2):
+        turns = {"dedicated": second, "borrowed": 2 * second}
+        lines.append({"kind": "sample", "at_s": 100.0 + second, "turns": turns, "running": {}, "version": "1"})
+    lines += [step(number, 100.0 + 4 * number) for number in range(2000)]
+    picture = pictures(page(lines))[4]
+    for kind in ("dedicated", "borrowed", "trainer", "publishing"):
+        assert 200 <= picture.count(f'class="area {kind}"') <= 401
+    assert sum(int(turns) for turns in re.findall(r"<title>(\d+) turns</title>", picture)) == 3 * 8998, "all are told"
+    assert "<title>step 0 to step 5</title>" in picture
+
+
 def test_headline_then_pictures_then_tables():
     text = page(run_lines(), [served(100 + second / 2) for second in range(80)])
     places = [
@@ -97,6 +110,16 @@ def test_figures_of_weights_devices_and_age():
     )
 
 
+def test_the_share_of_actions_that_were_not_understood_is_in_the_table():
+    text = page([*run_lines(2, compare=False), step(3, 120.0, invalid_turns=15)])
+    assert "<tr><td>actions not understood</td><td>5.0%</td></tr>" in text
+    compared = re.findall(r"<tr><td>(.*?)</td>", page(run_lines()).partition("<h2>Figures")[2])
+    assert compared[3:8] == [
+        "actions not understood", "rollout share of a step", "with the borrowed device", "serving in budget",
+        "the same, held back",
+    ]  # fmt: skip
+
+
 def test_requests_are_those_that_the_figure_is_of():
     rows = [served(100 + second / 2) for second in range(80)]
     lent = summary_of(run_lines(), rows)["serving_requests_lent"]
@@ -121,6 +144,13 @@ def test_a_sum_that_does_not_add_up_is_said():
     summary = {"name": "x"} | summary_of(run_lines(), [])
     wrong = summary | {"cost": summary["cost"] | {"is_consistent": False}}
     assert "NOT what the total" in html_report(wrong, run_lines(), [], SETTINGS)
+
+
+def test_counts_that_contradict_each_other_are_said():
+    lines = [line | ({"turns": 900, "pool_tokens": 600} if line["kind"] == "step" else {}) for line in run_lines()]
+    text = page(lines)
+    assert "counts of turns and tokens contradict each other" in text
+    assert re.search(r'<div class="tile trouble"><b>[^<]*</b><span>cost</span>', text)
 
 
 def test_without_a_correct_trajectory_there_is_a_bill():

@@ -43,7 +43,7 @@ def folder(settings: RunSettings) -> Iterator[RunFolder]:
     made.close()
 
 
-def write_checkpoint(folder: RunFolder, step: int) -> Path:
+def write_checkpoint(folder: RunFolder, step: int, **more: Any) -> Path:
     """As a trainer writes one, but for the tensors."""
     path = folder.checkpoints / f"step-{step:06d}"
     (path / "trainer").mkdir(parents=True)
@@ -51,7 +51,7 @@ def write_checkpoint(folder: RunFolder, step: int) -> Path:
     (path / "trainer" / "state.safetensors").write_bytes(b"moments %d" % step)
     counts = asdict(Balance(begun=8 * step, returned=8 * step))
     extra = {"run_step": step, "version": step, "epoch": 17, "next_group": 2 * step, "balance": counts}
-    write_state(path, {"step": step, "extra": extra})
+    write_state(path, {"step": step, "extra": extra | more})
     return path
 
 
@@ -70,7 +70,18 @@ def test_the_newest_checkpoint_is_taken(folder):
     start, words = start_of(folder)
     assert (start.step, start.version, start.epoch, start.next_group) == (10, 10, 17, 20)
     assert start.balance == Balance(begun=80, returned=80)
+    assert start.outstanding == (), "as in a checkpoint that says nothing of them"
     assert words == [f"going on after step 10, from {folder.checkpoints / 'step-000010'}"]
+
+
+def test_groups_that_no_step_has_learnt_from_are_known(folder):
+    assert read_start(write_checkpoint(folder, 4, outstanding=[5, 7])).outstanding == (5, 7)
+
+
+@pytest.mark.parametrize("outstanding", [[8], [-1], [True], ["5"], 5, {"5": 1}])
+def test_groups_that_were_never_drawn_cannot_be_drawn_again(folder, outstanding):
+    with pytest.raises(ModelError, match="outstanding must be a list of groups before 8"):
+        read_start(write_checkpoint(folder, 4, outstanding=outstanding))
 
 
 def test_steps_beyond_six_digits_are_newer(folder):
@@ -152,6 +163,16 @@ def test_others_are_refused_by_their_keys(folder, tmp_path):
         settings_to_resume(folder.path, given)
     with pytest.raises(ConfigError, match="profile"):
         settings_to_resume(folder.path, None, ["profile=rollout-heavy"])
+
+
+def test_options_of_the_environment_are_kept_and_no_others_taken(settings):
+    made = RunFolder(replace(settings, environment_options={"turns_max": 12}))
+    made.close()
+    assert settings_to_resume(made.path).environment_options == {"turns_max": 12}
+    settings_to_resume(made.path, None, ["environment_options.turns_max=12"])
+    for option, words in (("size=8", "size is not set, not 8"), ("turns_max=9", "turns_max is 12, not 9")):
+        with pytest.raises(ConfigError, match=f"environment_options.{words}"):
+            settings_to_resume(made.path, None, [f"environment_options.{option}"])
 
 
 def test_steps_may_grow_only(folder):
@@ -276,10 +297,10 @@ def test_what_is_published_after_a_resume_is_all_that_workers_look_at(folder, se
 
 
 def test_the_journal_says_from_where_a_run_went_on(folder):
-    folder.decided(RunResumed(3, 12), [])
+    folder.decided(RunResumed(3, 12, (10, 11)), [])
     folder.close()
     [entry] = read(folder.path / "journal.jsonl")
-    assert entry.fact == RunResumed(3, 12)
+    assert entry.fact == RunResumed(3, 12, (10, 11))
 
 
 def test_a_resume_line_names_the_checkpoint(folder):

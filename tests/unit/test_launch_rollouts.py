@@ -116,8 +116,17 @@ class Hanging(Raising):
         return super().reset(seed - seed % 2)
 
 
-@pytest.mark.parametrize("kind, word", [(Raising, "thin ice"), (Hanging, "took over")])
-def test_environments_that_raise_or_hang_cost_their_episodes_only(model, monkeypatch, kind, word):
+class Wordy(FrozenLake):
+    """Says more than the model can read, on every other map."""
+
+    def reset(self, seed: int) -> str:
+        return super().reset(seed) * (4096 if seed % 2 else 1)
+
+
+@pytest.mark.parametrize(
+    "kind, word", [(Raising, "thin ice"), (Hanging, "took over"), (Wordy, "together more than the context")]
+)
+def test_environments_that_raise_hang_or_say_too_much_cost_their_episodes_only(model, monkeypatch, kind, word):
     monkeypatch.setitem(ENVIRONMENTS, "broken", Entry(LakeSettings(), kind, 8, "breaks"))
     settings = load_run_settings(None, ["patience.reset_s_max=0.05", "patience.tries_max=1"])
     settings = replace(settings, environment="broken", groups=small(draws_max=6).groups)
@@ -183,6 +192,23 @@ def test_held_out_games_that_meet_trouble_wait_for_each_other_too(model, monkeyp
     rollouts, _ = rollouts_on(FakeGateway(model), model, settings)
     asyncio.run(rollouts.evaluate(12))
     assert len(at_once) == 12 and max(at_once) <= 3
+
+
+def test_the_options_hold_for_training_and_for_held_out_games(model, monkeypatch):
+    found = []
+
+    def made(settings):
+        found.append(settings)
+        return FrozenLake(settings)
+
+    monkeypatch.setitem(ENVIRONMENTS, "told", Entry(LakeSettings(), made, 8, "says what it is made of"))
+    settings = replace(small(), environment="told", environment_options={"turns_max": 9})
+    rollouts, _ = rollouts_on(FakeGateway(model), model, settings)
+    asyncio.run(rollouts.play_step())
+    assert set(found) == {LakeSettings(turns_max=9)}
+    found.clear()
+    asyncio.run(rollouts.evaluate(4))
+    assert set(found) == {LakeSettings(turns_max=9)}
 
 
 def test_held_out_games_are_not_booked(model):

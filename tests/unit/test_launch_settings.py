@@ -24,6 +24,13 @@ def test_a_profile_is_a_set_of_defaults_and_the_file_and_the_overrides_lie_over_
     assert load_run_settings(None, ["profile=rollout-heavy"]).groups.groups == 2
 
 
+def test_options_of_the_environment_come_from_the_file_and_the_overrides(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text("environment: alfworld\nenvironment_options: {places: 5, view: full}\n")
+    settings = load_run_settings(file, ["environment_options.places=9"])
+    assert settings.environment_options == {"places": 9, "view": "full"}
+
+
 def test_a_rollout_heavy_step_has_at_least_256_trajectories():
     groups = load_run_settings(None, ["profile=rollout-heavy"]).groups
     assert groups.groups * groups.size >= 256
@@ -44,6 +51,11 @@ def test_a_rollout_heavy_step_has_at_least_256_trajectories():
         (["compare=true", "steps=10"], "steps=12"),
         (["profile=rollout-hevy"], "rollout-heavy"),
         (["environment=frozenlak"], "frozenlake"),
+        (["environment_options.sise=8"], "did you mean size? there are size, is_slippery, view, turns_max"),
+        (["environment_options.name=lake"], "environment frozenlake has no option 'name'"),
+        (["environment_options.size=eight"], "`size` must be a whole number, not 'eight'"),
+        (["environment_options.size=5"], "size 4 or 8"),
+        (["environment_option.size=8"], "environment_options"),
         (["serving.preset=qwen3-3b"], "qwen3-3m"),
         (["traffic.source=poison:rate=2"], "poisson"),
         (["serving.device=gpu:0"], "cpu:0"),

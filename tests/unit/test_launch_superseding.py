@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.unit.launch_lines import run_lines, step
 
+from rose.cost.settings import CostSettings
 from rose.launch.figures import costs_of, of_kind, summary_of
 from rose.launch.report import html_report
 from rose.launch.superseding import counted
@@ -67,6 +68,16 @@ def test_turns_go_on_from_what_the_attempt_before_had():
 
     lines = [sample(5), sample(9), resume(0), sample(0), sample(4), resume(0), sample(1)]
     assert [line["turns"]["dedicated"] for line in of_kind(counted(lines), "sample")] == [5, 9, 9, 13, 14]
+
+
+def test_breaches_of_every_attempt_count():
+    def lending(ttft: int) -> Line:
+        return {"kind": "lending", "breaches": {"step": 1, "ttft": ttft, "tpot": 0}}
+
+    lines = [*steps(1), lending(20), *steps(2), lending(30), resume(1), *steps(2), lending(2), resume(2)]
+    found = summary_of(counted(lines), [], CostSettings(breach_usd=1.0))
+    assert found["cost"]["bill"]["slo_risk"] == 32.0
+    assert found["notes"] == ["32 requests of users came late because the device was lent"]
 
 
 def test_processor_time_of_which_the_end_is_not_known_is_left_out():

@@ -7,7 +7,7 @@ import pytest
 from rose.core.groups import Drop, GroupAged, GroupRules
 from rose.core.staleness import GroupStream, StalenessRules, Unmet, may_begin, oldest_version, speed_needed
 from rose.core.trajectory import NO_VERSION, Trajectory
-from rose.launch.asynchronous import grown
+from rose.launch.job import grown
 
 RULES = GroupRules(groups=2, size=2, dynamic_sampling=True, draws_max=8)
 
@@ -64,6 +64,17 @@ def test_the_oldest_groups_are_taken_first_and_a_slow_one_grows_too_old():
     played(stream, 0)
     assert stream.drop_stale(2) == [(GroupAged(0, 2), Drop(0, "stale"))]
     assert stream.batch(2) is None and stream.ready == 1, "5 is here, and fresh"
+
+
+def test_a_job_that_goes_on_draws_first_what_no_batch_had_taken():
+    stream = GroupStream(RULES, StalenessRules(1, 2, 10), next_group=9, taken=2, again=[7, 3, 5])
+    assert stream.outstanding == 0 and stream.not_taken == {3, 5, 7}
+    assert [draw.group for draw in stream.to_draw()] == [3, 5, 7, 9] and stream.next_group == 10
+    for group in (7, 3):
+        played(stream, group, "2")
+    assert stream.batch(2) == (3, 7) and stream.not_taken == {5, 9}
+    stream.reached(3)
+    assert [draw.group for draw in stream.to_draw()] == [10, 11]
 
 
 def test_a_job_that_learns_nothing_goes_on_with_what_there_is():

@@ -122,6 +122,28 @@ def test_what_reads_back_differently_never_gets_its_name(folder, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "spoiled, word",
+    [
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "reads back from .* as something else"),
+        (lambda data: data[:-4], "cannot be read back"),
+    ],
+)
+def test_a_state_that_reads_back_differently_never_gets_its_name(folder, tmp_path, monkeypatch, spoiled, word):
+    """Nothing but a resume would notice: engines do not read it, and its digest is taken of what is in the file."""
+
+    def spoiling(path, arrays, dtype="bf16", metadata=None):
+        checkpoint_write(path, arrays, dtype, metadata)
+        if path.name == "state.safetensors":
+            path.write_bytes(spoiled(path.read_bytes()))
+
+    checkpoint_write = checkpoint.write_tensors
+    monkeypatch.setattr(checkpoint, "write_tensors", spoiling)
+    with pytest.raises(Unavailable, match=word):
+        save_checkpoint(trained(folder, 1), folder, tmp_path / "step-1")
+    assert list(tmp_path.iterdir()) == []
+
+
 FULL_DISK = """
 import resource, signal, sys
 from rose.errors import Unavailable

@@ -6,20 +6,21 @@ Keys are strict at every level: a misspelt key that was ignored would cost someb
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import os
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rose.config import text
 from rose.config.schema import METADATA_KEY, Limits
-from rose.errors import ConfigError
+from rose.errors import ConfigError, Unavailable
 
 Settings = TypeVar("Settings")
 
@@ -43,14 +44,28 @@ def load_settings(
     return settings
 
 
+def changed(settings: Settings, values: Mapping[str, Any], origin: str) -> Settings:
+    """Single values laid over settings that are there, checked as those of a file are; `origin` says whose they are."""
+    return _lay(settings, dict(values), origin, "")
+
+
 def write_resolved(settings: Any, run_folder: str | Path) -> Path:
-    """Write what is in force to the run folder, whole or not at all; `load_settings` reads it back equal."""
+    """Write what is in force to the run folder, whole or not at all; `load_settings` reads it back equal.
+
+    Raises Unavailable, as on a full disk.
+    """
     folder = Path(run_folder)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESOLVED_NAME
     unfinished = path.with_suffix(f".{os.getpid()}.part")
-    unfinished.write_text(text.write(asdict(settings)), encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text.write(asdict(settings)), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        hint = "free some space; what was there before is whole"
+        raise Unavailable(f"{path} cannot be written: {error.strerror}", hint=hint) from error
     return path
 
 
@@ -77,6 +92,10 @@ def _lay(settings: Settings, tree: Any, origin: str, prefix: str, root: type | N
             raise _unknown(key, origin, root)
         if is_dataclass(annotations[name]):
             changes[name] = _lay(getattr(settings, name), value, origin, f"{key}.", root)
+        elif typing.get_origin(annotations[name]) is Mapping:
+            given = {} if value is None else value
+            checked = _Check(settings, name, key, origin).value(given, annotations[name])
+            changes[name] = {**getattr(settings, name), **checked}
         else:
             changes[name] = _Check(settings, name, key, origin).value(value, annotations[name])
     return replace(settings, **changes)  # type: ignore[type-var]
@@ -88,7 +107,8 @@ class _Check:
     def __init__(self, settings: Any, name: str, key: str, origin: str) -> None:
         found = next(field for field in fields(settings) if field.name == name)
         self.limits: Limits = found.metadata.get(METADATA_KEY) or Limits("")
-        self.default, self.key, self.origin = found.default, key, origin
+        self.default: Any = {} if found.default is MISSING else found.default
+        self.key, self.origin = key, origin
 
     def value(self, value: Any, annotation: Any) -> Any:
         if not _fits(value, annotation):
@@ -97,7 +117,8 @@ class _Check:
             value = tuple(value)
         if isinstance(value, int) and annotation is float:
             value = float(value)
-        for item in value if isinstance(value, tuple) else (value,):
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
+        for item in several:
             self._limit(item)
         return value
 
@@ -114,7 +135,7 @@ class _Check:
     def _wrong(self, value: Any, wanted: str) -> ConfigError:
         what = f"setting `{self.key}` must be {wanted}, not {_shown(value)} ({self.origin})"
         hint = f"`{self.key}` is: {self.limits.what}; the default is {_shown(self.default)}"
-        return ConfigError(what, hint=hint)
+        return ConfigError(what, hint=hint if self.limits.what else None)
 
 
 def _fits(value: Any, annotation: Any) -> bool:
@@ -125,6 +146,9 @@ def _fits(value: Any, annotation: Any) -> bool:
         return any(value == argument and type(value) is type(argument) for argument in arguments)
     if origin is tuple:
         return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    if origin is Mapping:
+        is_named = isinstance(value, dict) and all(type(name) is str for name in value)
+        return is_named and all(_fits(item, arguments[1]) for item in value.values())
     if annotation is float:
         return type(value) in (int, float)
     return type(value) is annotation
@@ -138,6 +162,8 @@ def _words(annotation: Any) -> str:
         return "one of " + ", ".join(str(argument) for argument in arguments)
     if origin is tuple:
         return f"a list, each {_words(arguments[0])}"
+    if origin is Mapping:
+        return f"a group of names, each with {_words(arguments[1])}"
     return _PLAIN[annotation]
 
 

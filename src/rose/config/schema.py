@@ -4,8 +4,9 @@
     class FrontSettings:
         port: int = setting(8000, "TCP port of the HTTP door", minimum=0, maximum=65535)
 
-A settings class holds plain values (bool, int, float, str, `X | None`, `Literal`, `tuple[X, ...]`) and other settings
-classes, and every field has a default: an empty file is a valid file. `rose.config.load` checks values against this.
+A settings class holds plain values (bool, int, float, str, `X | None`, `Literal`, `tuple[X, ...]`), other settings
+classes, and `Mapping[str, X]` where somebody else knows the keys. Every field has a default: an empty file is a valid
+file. `rose.config.load` checks values against this.
 """
 
 from __future__ import annotations
@@ -42,4 +43,7 @@ def setting(
     example: str | None = None,
 ) -> Any:
     """A dataclass field with its sentence and limits. `pattern` must match the whole text."""
-    return field(default=default, metadata={METADATA_KEY: Limits(what, minimum, maximum, pattern, example)})
+    metadata = {METADATA_KEY: Limits(what, minimum, maximum, pattern, example)}
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)

@@ -87,7 +87,11 @@ class LendingAsked:
 
 @dataclass(frozen=True, slots=True)
 class RunResumed:
-    """A job goes on behind this step: whatever was said before of `next_group` and later ones counts no more."""
+    """A job goes on behind this step: whatever was said before of `next_group` and later ones counts no more.
+
+    Nor what was said of `outstanding`: no step has learnt from them, and they are drawn again.
+    """
 
     step: int
     next_group: int
+    outstanding: tuple[int, ...] = ()

@@ -158,11 +158,15 @@ class GroupBooks(ABC):
         """What becomes of a group that is over; to be counted, too."""
 
     def _draw(self, count: int) -> list[Draw]:
-        draws = [Draw(self.next_group + number, self.rules.size) for number in range(count)]
+        draws = [Draw(self._number(), self.rules.size) for _ in range(count)]
         self._open |= {draw.group: OpenGroup() for draw in draws}
         self._counts["drawn"] += len(draws)
-        self.next_group += len(draws)
         return draws
+
+    def _number(self) -> int:
+        """Of another group."""
+        self.next_group += 1
+        return self.next_group - 1
 
     def _new_member(self, group: int, member: int) -> OpenGroup | None:
         """The member's group, or None if it was counted before or its group has met its fate."""

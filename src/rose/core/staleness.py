@@ -15,10 +15,13 @@ group may be overtaken until it is too old. It is then dropped, whole, and told.
 `Unmet` says by how much rollouts are too slow for the bound.
 
 A batch that made no new version (nothing to learn from, a spike) counts as seen like any other: it made nothing older.
+
+A job that goes on after it was stopped draws `again` first: groups that had been drawn and that no batch had taken.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,9 +86,19 @@ class GroupStream(GroupBooks):
     dropped on the way. Each has exactly one fate, and each member counts once, however often it is reported.
     """
 
-    def __init__(self, rules: GroupRules, bound: StalenessRules, *, next_group: int = 0, taken: int = 0) -> None:
+    def __init__(
+        self,
+        rules: GroupRules,
+        bound: StalenessRules,
+        *,
+        next_group: int = 0,
+        taken: int = 0,
+        again: Sequence[int] = (),
+    ) -> None:
+        assert all(group < next_group for group in again), f"of groups {again} some were never drawn"
         super().__init__(rules, next_group)
         self.taken, self.seen, self._bound = taken, taken, bound
+        self._again = deque(sorted(again))
         self._coming: dict[int, Keep] = {}  # over and worth training on; the tokens are on their way
         self._ready: dict[int, int | None] = {}  # here, with the oldest version that wrote one of its tokens
         self._drawn = self._stale_in_a_row = self._age = 0
@@ -103,6 +116,11 @@ class GroupStream(GroupBooks):
     @property
     def ready(self) -> int:
         return len(self._ready)
+
+    @property
+    def not_taken(self) -> set[int]:
+        """Groups that have met no fate, and those that are still to be drawn again."""
+        return {*self._open, *self._coming, *self._ready, *self._again}
 
     def to_draw(self) -> list[Draw]:
         """Groups to begin now: as the bound allows, and no more since the last batch than `draws_max`."""
@@ -179,6 +197,9 @@ class GroupStream(GroupBooks):
         counts = self.counts()
         self._counts.clear()
         return counts
+
+    def _number(self) -> int:
+        return self._again.popleft() if self._again else super()._number()
 
     def _fate(self, group: int, rewards: Mapping[int, float]) -> Keep | Drop:
         fate = fate_of(group, rewards, self.rules)

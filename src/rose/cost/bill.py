@@ -4,15 +4,19 @@
 
     CPM     blended price of a million generated tokens, of every kind: all that was paid / all that was generated
     R       how many million tokens one judged trajectory takes, thinking included
-    rho     rollouts beside the judged ones: cut off as surplus, given up, played anew
+    rho     rollouts beside the judged ones, in tokens: cut off as surplus, given up, played anew
     alpha   the verifier's accept rate: correct / judged trajectories
+
+What one of them divides by another multiplies with, so their product is total / correct by construction and proves
+nothing about the counts. Those are held against each other instead: what was judged, as the run counts it, must be a
+part of what was played, as workers count turns and the gateway counts tokens.
 
 There are three prices of a rollout token. *Dedicated*: the job holds the device and pays all of it. *Serving*: what the
 borrowed time would cost if its owner asked the full price. *Borrowed*: what lending costs at the margin, since the
 device is there and paid for: energy, weights over the wire, memory kept free for serving, and the requests of users
 that came late because of it.
 
-Pure: a record of what was used in, a record of what it cost out. The live system and a simulation fill the same record.
+Pure: a record of what was used in, a record of what it cost out.
 """
 
 from __future__ import annotations
@@ -28,13 +32,15 @@ MILLION = 1e6
 GB = 1e9
 EXACT = 1e-9
 """Relative: products of floats differ in the last digits, and in nothing else."""
+MISCOUNTED_SHARE_MIN = 0.1
+"""Less may be the edges: a worker that dies takes its last count with it, and steps begin and end amid trajectories."""
 
 FixedBasis = Literal["measured", "estimated", "rented", "same"]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a run used. Tokens and turns of judged trajectories; `pool_turns` are all turns that workers ended."""
+    """What a run used. Tokens and turns are those of judged trajectories, or with a pool in their name of all."""
 
     run_s: float
     rollout_s: float
@@ -48,6 +54,7 @@ class Usage:
     borrowed_turns: int
     fixed_s: float  # how long the same would have taken without borrowing
     fixed_basis: FixedBasis
+    pool_tokens: int | None = None  # None: nobody counted them
     breaches: float = 0.0
     headroom_share: float = 0.0
     transfer_bytes: int | None = None  # None: nobody measured it
@@ -59,14 +66,16 @@ class Usage:
         return max(self.turns, self.dedicated_turns + self.borrowed_turns)
 
     @property
-    def million_tokens(self) -> float:
-        """Of all rollouts; those that were not judged are taken to be as long, turn by turn, as those that were."""
-        return self.generated_tokens / MILLION * self.pool_turns / self.turns if self.turns else 0.0
+    def all_tokens(self) -> float:
+        """Of all rollouts. Where nobody counted them, others are taken to be as long, turn by turn, as judged ones."""
+        if self.pool_tokens is None and self.turns:
+            return self.generated_tokens * self.pool_turns / self.turns
+        return max(self.generated_tokens, self.pool_tokens or 0)
 
     def million_tokens_of(self, pool_turns: int) -> float:
-        """The part of them that one pool generated."""
+        """The part of them that one pool generated: turns are counted by pool, tokens are not."""
         ended = self.dedicated_turns + self.borrowed_turns
-        return self.million_tokens * pool_turns / ended if ended else 0.0
+        return self.all_tokens / MILLION * pool_turns / ended if ended else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +139,12 @@ class Cost:
     fixed_basis: FixedBasis
     evaluation_usd: float  # apart: no part of the total
     transfer_bytes: int | None
+    miscounted: tuple[str, ...] = ()  # counts that contradict each other
 
     def is_consistent(self) -> bool:
-        """Whether factors multiply to what total / correct says."""
+        """Whether counts agree with each other, and factors multiply to what total / correct says."""
+        if self.miscounted:
+            return False
         if self.factors is None or self.cost_per_correct is None:
             return self.factors is None and self.cost_per_correct is None
         return math.isclose(self.factors.product(), self.cost_per_correct, rel_tol=EXACT)
@@ -155,6 +167,7 @@ def cost_of(usage: Usage, prices: CostSettings) -> Cost:
         fixed_basis=usage.fixed_basis,
         evaluation_usd=_held_usd(usage.evaluation_s, prices),
         transfer_bytes=usage.transfer_bytes,
+        miscounted=miscounted(usage),
     )
 
 
@@ -182,15 +195,26 @@ def prices_of(usage: Usage, bill: Bill, prices: CostSettings) -> Prices:
 
 
 def factors_of(usage: Usage, bill: Bill) -> Factors | None:
-    """Each from its own counts, so that a count that is missing in one of them shows in the product."""
-    if not usage.correct or not usage.million_tokens:
+    """Their product is total / correct by construction: that it is guards against a factor changed here alone."""
+    if not usage.correct or not usage.generated_tokens:
         return None
     return Factors(
-        cpm_usd=bill.total / usage.million_tokens,
+        cpm_usd=bill.total / (usage.all_tokens / MILLION),
         reasoning_million_tokens=usage.generated_tokens / usage.trajectories / MILLION,
-        rollout_ratio=usage.pool_turns / usage.turns - 1,
+        rollout_ratio=usage.all_tokens / usage.generated_tokens - 1,
         accept_ratio=usage.correct / usage.trajectories,
     )
+
+
+def miscounted(usage: Usage) -> tuple[str, ...]:
+    """What has a part greater than its whole. Each is counted by somebody else: one of them missed or doubled some."""
+    pairs: dict[str, tuple[int, int | None]] = {
+        "trajectories": (usage.correct, usage.trajectories),
+        "turns": (usage.turns, usage.dedicated_turns + usage.borrowed_turns),
+        "tokens": (usage.generated_tokens, usage.pool_tokens),
+    }
+    most = 1 + MISCOUNTED_SHARE_MIN
+    return tuple(name for name, (part, whole) in pairs.items() if whole is not None and part > whole * most)
 
 
 def _held_usd(seconds: float, prices: CostSettings, *, more: bool = False) -> float:

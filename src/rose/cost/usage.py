@@ -1,10 +1,12 @@
 """What a run used, from the lines it wrote: the step lines, how long it evaluated, and what users lost meanwhile.
 
-The bill is of steps: evaluations are priced apart, and starting up or switching a comparison is neither's. Where there
-are steps with and without the borrowed device, the bill is of those with it, and those without say how long rollouts
-of as many tokens would have taken (*measured*). Otherwise the dedicated worker's own pace says it (*estimated*): alone,
-it would have had all turns to play. A run without a dedicated worker would have had to rent a device like the borrowed
-one (*rented*), and one that borrowed nothing would have cost the *same*.
+The bill is of steps: evaluations are priced apart, and starting up or switching a comparison is neither's. So where
+rollouts never stop, trajectories that ended between two steps are left out, like the time in which they did.
+
+Where there are steps with and without the borrowed device, the bill is of those with it, and those without say how long
+rollouts of as many tokens would have taken (*measured*). Otherwise the dedicated worker's own pace says it
+(*estimated*): alone, it would have had all turns to play. A run without a dedicated worker would have had to rent a
+device like the borrowed one (*rented*), and one that borrowed nothing would have cost the *same*.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def usage_of(
     """`steps` are the step lines of metrics.jsonl; keys that older runs did not write may be missing."""
     with_device = [step for step in steps if step["is_borrowed"]]
     without = [step for step in steps if not step["is_borrowed"]]
-    is_compared = min(len(with_device), len(without)) >= COMPARED_STEPS_MIN and _total(without, "generated_tokens") > 0
+    is_compared = min(len(with_device), len(without)) >= COMPARED_STEPS_MIN and sum(map(tokens_played, without)) > 0
     billed = with_device if is_compared else steps
     fixed_s, basis = _measured(billed, without) if is_compared else _estimated(billed)
     return Usage(
@@ -33,19 +35,25 @@ def usage_of(
         rollout_s=_total(billed, "rollout_s"),
         lent_s=_total(with_device, "step_s"),
         lent_rollout_s=_total(with_device, "rollout_s"),
-        trajectories=int(_total(billed, "trajectories")),
-        correct=int(_total(billed, "successes")),
-        turns=int(_total(billed, "turns")),
-        generated_tokens=int(_total(billed, "generated_tokens")),
+        trajectories=_judged_total(billed, "trajectories"),
+        correct=_judged_total(billed, "successes"),
+        turns=_judged_total(billed, "turns"),
+        generated_tokens=_judged_total(billed, "generated_tokens"),
         dedicated_turns=_pool_turns(billed, "dedicated"),
         borrowed_turns=_pool_turns(billed, "borrowed"),
         fixed_s=fixed_s,
         fixed_basis=basis,
+        pool_tokens=_pool_tokens(billed),
         breaches=breaches,
         headroom_share=headroom_share if with_device else 0.0,
         transfer_bytes=_transferred(with_device),
         evaluation_s=evaluation_s,
     )
+
+
+def tokens_played(step: Line) -> int:
+    """What a step's time is held against: tokens of judged trajectories, or, where rollouts never stop, the pool's."""
+    return int(step["pool_tokens" if "in_step" in step else "generated_tokens"])
 
 
 def breaches_of(lent: Sequence[Line], alone: Sequence[Line], told: dict[str, int] | None = None) -> float:
@@ -64,9 +72,9 @@ def breaches_of(lent: Sequence[Line], alone: Sequence[Line], told: dict[str, int
 
 def _measured(billed: Sequence[Line], without: Sequence[Line]) -> tuple[float, FixedBasis]:
     """Rollouts at the seconds per token of the steps without the device; the rest takes what it took."""
-    pace_s = _total(without, "rollout_s") / _total(without, "generated_tokens")
+    pace_s = _total(without, "rollout_s") / sum(map(tokens_played, without))
     others_s = _total(billed, "step_s") - _total(billed, "rollout_s")
-    return pace_s * _total(billed, "generated_tokens") + others_s, "measured"
+    return pace_s * sum(map(tokens_played, billed)) + others_s, "measured"
 
 
 def _estimated(steps: Sequence[Line]) -> tuple[float, FixedBasis]:
@@ -92,6 +100,16 @@ def _judged(served: Sequence[Line]) -> list[bool]:
 
 def _total(steps: Sequence[Line], key: str) -> float:
     return sum(step[key] for step in steps)
+
+
+def _judged_total(steps: Sequence[Line], key: str) -> int:
+    """Of trajectories that ended within steps; where that is not told apart, there were no others."""
+    return sum(step.get("in_step", step)[key] for step in steps)
+
+
+def _pool_tokens(steps: Sequence[Line]) -> int | None:
+    known = [step["pool_tokens"] for step in steps if "pool_tokens" in step]
+    return sum(known) if len(known) == len(steps) else None
 
 
 def _pool_turns(steps: Sequence[Line], kind: str) -> int:

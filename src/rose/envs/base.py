@@ -31,6 +31,9 @@ import numpy as np
 
 from rose.errors import ConfigError, RoseError, Unavailable
 
+TRAINING_SEEDS, HELD_OUT_SEEDS = 0, 1 << 40
+"""Where seeds begin: episodes that are trained on and those that are only evaluated on never share one."""
+
 HUNG_THREADS_MAX = 64
 """A hung call costs a thread for ever; an environment that hangs this often is broken, not slow."""
 

@@ -151,6 +151,7 @@ async def play(episode: Episode, environment: Guarded, frame: ChatFrame, generat
     """One episode to its end. Raises EnvironmentFailed, or what `generate` raises."""
     record = _Record()
     record.add_context(frame.first(await environment.reset(episode.seed)))
+    _check_first(len(record.token_ids), episode)
     while True:
         answer = await generate(tuple(record.token_ids), episode.sampling)
         record.add_answer(answer)
@@ -175,6 +176,16 @@ async def play_again(
         except EnvironmentFailed:
             continue
     return await play(episode, environment, frame, generate)
+
+
+def _check_first(prompt_tokens: int, episode: Episode) -> None:
+    answer_tokens, context_tokens = episode.sampling.max_tokens, episode.context_tokens_max
+    if prompt_tokens + answer_tokens > context_tokens:
+        raise EnvironmentFailed(
+            f"the first prompt has {prompt_tokens} tokens and an answer up to {answer_tokens}, together more than the "
+            f"context of {context_tokens}",
+            hint="let the environment say less at first, or take a model with a longer context",
+        )
 
 
 def _trajectory(episode: Episode, record: _Record, last: Outcome) -> Trajectory:

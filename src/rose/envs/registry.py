@@ -1,15 +1,16 @@
 """Environments by name, each with the settings that make it what it is.
 
-Names that differ only in numbers share a class; a job may change single settings on top of a name.
+Names that differ only in numbers share a class; a job may change single settings on top of a name: its options.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from rose.config.load import changed
 from rose.envs.alfworld.environment import Alfworld, AlfworldSettings
 from rose.envs.base import Environment
 from rose.envs.frozenlake import FrozenLake, LakeSettings
@@ -56,13 +57,18 @@ def find_environment(name: str) -> Entry:
     raise ConfigError(f"there is no environment {name!r}", hint=f"{hint}there are {', '.join(ENVIRONMENTS)}")
 
 
-def make_environment(name: str, **changes: Any) -> Environment:
-    """A fresh environment, with single settings changed."""
-    entry = find_environment(name)
-    known = {field.name for field in fields(entry.settings)}
-    for key in changes:
+def make_environment(name: str, **options: Any) -> Environment:
+    """A fresh environment, with single settings changed. Raises ConfigError."""
+    return find_environment(name).make(environment_settings(name, options))
+
+
+def environment_settings(name: str, options: Mapping[str, Any]) -> Any:
+    """Those of the name with the options laid over them. Raises ConfigError."""
+    settings = find_environment(name).settings
+    known = [field.name for field in fields(settings)]
+    for key in options:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"
-            raise ConfigError(f"environment {name} has no setting {key!r}", hint=hint)
-    return entry.make(replace(entry.settings, **changes))
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"environment {name} has no option {key!r}", hint=f"{hint}there are {', '.join(known)}")
+    return changed(settings, options, f"in the options of {name}") if options else settings

@@ -31,11 +31,11 @@ class AgentEpisodes:
         """Its trajectory is begun and finished by the caller. Raises EnvironmentFailed."""
         settings, sampling = self._settings, episode.sampling
         dice = trouble_dice(settings.trouble, episode.trajectory_id)
-        environment = troubled(make_environment(settings.environment), settings.trouble, dice)
+        environment = make_environment(settings.environment, **settings.environment_options)
         task = AgentTask(
             episode.seed,
             self._door.model,
-            environment,
+            troubled(environment, settings.trouble, dice),
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
         )

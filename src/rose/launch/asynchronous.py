@@ -5,10 +5,11 @@ weights; workers take them while they go on, between two steps of their engines,
 So a token may be older than the weights that learn from it. `core.staleness` bounds by how much: it says when groups
 may begin, and drops those that have grown too old. New groups begin on weights that every worker runs.
 
-What a step's line says of trajectories is about those that ended since the step before; tokens generated and turns by
-pool are counted from its beginning to its end, so that what was played between two steps, during an evaluation or
-while a comparison switches, makes no step look quicker than it was. Rollouts take the whole of a step, and the share of
-it in which the trainer waited is told as `wait_s`.
+What a step's line says of trajectories is about those that ended since the step before. What is to be held against its
+time is counted from its beginning to its end: the pool's tokens and turns, and under `in_step` the trajectories that
+ended meanwhile. So what was played between two steps, during an evaluation or while a comparison switches, makes no
+step look quicker or cheaper than it was. Rollouts take the whole of a step, and the share of it in which the trainer
+waited is told as `wait_s`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rose.core.staleness import GroupStream, StalenessRules, Unmet, version_number
 from rose.errors import RoseError
 from rose.launch.flow import Flow
-from rose.launch.job import PUBLISH_S_MAX, Job, shown_played, turns_between
+from rose.launch.job import PUBLISH_S_MAX, Job, grown, shown_played, turns_between
 from rose.launch.learning import CHANGES, shown
 from rose.launch.notes import unmet_words
 from rose.launch.watching import PoolSample, PoolWatch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rose.weights.publish import Published
 
 LOOK_S = 0.1  # between two looks whether workers have taken new weights
+IN_STEP = ("trajectories", "successes", "turns", "generated_tokens")
 
 
 @dataclass
@@ -58,6 +60,7 @@ class AsynchronousJob(Job):
         live.step, live.phase = step, "rollouts"
         meter = Meter(self.pool, self.costs)
         await meter.look()
+        flow.take_ended()
         played = await flow.take()
         live.phase = "learning"
         await meter.look()
@@ -69,17 +72,24 @@ class AsynchronousJob(Job):
         weights = await self._publish_on() if is_changed else {}
         self._watch(step, is_changed)
         await meter.look()
+        ended = flow.take_ended()
+        counts: dict[str, Any] = {"in_step": {name: getattr(ended, name) for name in IN_STEP}}
         names = {"step": step, "is_borrowed": is_borrowed, "version": self.learner.published.label}
-        self._tell(names | weights | shown_played(played) | shown(report) | meter.line())
+        self._tell(names | weights | shown_played(played) | shown(report) | meter.line() | counts)
         if step == self.settings.steps:
             await self._end_flow(step)
+
+    def _rollouts_state(self) -> dict[str, Any]:
+        assert self.flow is not None
+        return self.flow.state()
 
     def _begin_flow(self) -> Flow:
         """In a comparison rollouts do not run out towards the end: the last steps are measured like the others."""
         groups, most = self.settings.groups, self.settings.asynchrony.max_staleness
         batches = self.settings.steps + (most + 1 if self.settings.compare else 0)
         bound = StalenessRules(most, groups.groups, batches)
-        stream = GroupStream(groups.rules(), bound, next_group=self.rollouts.groups.next_group, taken=self.start.step)
+        start, next_group = self.start, self.rollouts.groups.next_group
+        stream = GroupStream(groups.rules(), bound, next_group=next_group, taken=start.step, again=start.outstanding)
         self.flow = Flow(self.rollouts, stream, self._say_unmet)
         self.began = (time.monotonic(), self.pool.counts.get("tokens", 0))
         self.flow.begin(self.learner.published.version.version)
@@ -174,16 +184,11 @@ class Meter:
             "publish_s": round(ended.at_s - learnt.at_s, 4),
             "step_s": round(ended.at_s - began.at_s, 4),
             "rollout_s": round(ended.at_s - began.at_s, 4),
-            "generated_tokens": grown(self._tokens[0], self._tokens[-1]),
+            "pool_tokens": grown(self._tokens[0], self._tokens[-1]),
             "turns_by_pool": turns_between(began, ended),
             "turns_while_learning": sum(turns_between(taken, learnt).values()),
             "cpu_s": spent,
         }
-
-
-def grown(before: int, after: int) -> int:
-    """Of a counter that begins anew when its process does."""
-    return after - before if after >= before else after
 
 
 def _pause_s(members: Sequence[dict[str, Any]]) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rose.envs.registry import make_environment
+from rose.launch.publishing import given_secret
 from rose.launch.settings import RunSettings
 from rose.launch.vllm_cast import check as check_vllm
 from rose.models.folder import load_model_folder
@@ -10,9 +11,13 @@ from rose.train.recipes import find_recipe
 
 
 def check_start(settings: RunSettings) -> None:
-    """Raises ConfigError, ModelError: an extra that is not installed, no model to begin with, a folder that is none."""
-    make_environment(settings.environment).close()
+    """Raises ConfigError, ModelError.
+
+    For an extra that is not installed, no model to begin with, a folder that is none, a relay without its secret.
+    """
+    make_environment(settings.environment, **settings.environment_options).close()
     check_vllm(settings)
+    given_secret(settings.weights)
     if settings.rollout_model is not None:
         load_model_folder(settings.rollout_model)
     else:

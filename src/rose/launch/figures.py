@@ -10,8 +10,10 @@ is the share i of the borrowed core that serving leaves idle, at the speed d tha
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -20,7 +22,7 @@ import numpy as np
 
 from rose.cost.bill import Cost, cost_of
 from rose.cost.settings import CostSettings
-from rose.cost.usage import breaches_of, usage_of
+from rose.cost.usage import breaches_of, tokens_played, usage_of
 from rose.launch.allocation import allocation_of
 from rose.launch.notes import notes_of
 
@@ -47,6 +49,7 @@ def summary_of(
         "turns": turns,
         "generated_tokens": sum(step["generated_tokens"] for step in steps),
         "tokens_per_turn": _ratio(sum(step["generated_tokens"] for step in steps), turns),
+        "invalid_share": invalid_share(steps),
         "step_s": _median([step["step_s"] for step in steps]),
         "rollout_share": share_of(alone or steps, "rollout_s"),
         "trajectories_per_s": _rate(steps),
@@ -130,6 +133,12 @@ def pause_s(lines: Sequence[Line]) -> float | None:
     return _median(_known(lines, "pause_s"), digits=5)
 
 
+def invalid_share(steps: Sequence[Line]) -> float | None:
+    """Of the turns of judged trajectories, those whose action the environment did not understand."""
+    told = [step for step in steps if step.get("invalid_turns") is not None]
+    return _ratio(sum(step["invalid_turns"] for step in told), sum(step["turns"] for step in told))
+
+
 def idle_share(steps: Sequence[Line]) -> float | None:
     """Of the borrowed core, while its engine served and did nothing else."""
     busy_s = sum(step["cpu_s"].get("engine_borrowed", 0.0) for step in steps)
@@ -160,14 +169,14 @@ def _pairs(steps: Sequence[Line]) -> list[tuple[Line, Line]]:
     """Neighbours of which one had the borrowed device and the other had not, in that order."""
     pairs = []
     for first, second in zip(steps[::2], steps[1::2]):
-        if first["is_borrowed"] != second["is_borrowed"] and first["generated_tokens"] and second["generated_tokens"]:
+        if first["is_borrowed"] != second["is_borrowed"] and tokens_played(first) and tokens_played(second):
             pairs.append((first, second) if first["is_borrowed"] else (second, first))
     return pairs
 
 
 def _seconds_per(step: Line, part: str) -> float:
     """Per generated token: no two steps play equally much."""
-    return float(step[part]) / float(step["generated_tokens"])
+    return float(step[part]) / tokens_played(step)
 
 
 def geometric_interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float | None, float | None]:
@@ -192,8 +201,10 @@ def share_of(steps: Sequence[Line], part: str) -> float | None:
 
 def within(served: Sequence[Line], steps: Sequence[Line]) -> list[Line]:
     """Requests that should have come while one of these steps played."""
-    spans = [(step["began_s"], step["began_s"] + step["rollout_s"]) for step in steps]
-    return [row for row in served if any(begin <= row["at_s"] <= end for begin, end in spans)]
+    spans = sorted((step["began_s"], step["began_s"] + step["rollout_s"]) for step in steps)
+    begins = [begin for begin, _ in spans]
+    ends = list(itertools.accumulate((end for _, end in spans), max, initial=-math.inf))  # [n]: the latest of n spans
+    return [row for row in served if row["at_s"] <= ends[bisect_right(begins, row["at_s"])]]
 
 
 def attainment(served: Sequence[Line]) -> float | None:

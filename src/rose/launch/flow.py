@@ -5,7 +5,8 @@ are told, and their tokens fetched, one group after the other as the gateway han
 worker those of the older groups go first: a group that is overtaken grows old for nothing.
 
 As in a synchronous step, what comes back is compared with what was played, and every trajectory is in the books: it
-comes back once or is written off.
+comes back once or is written off. Between two steps there are always groups under way and groups that wait for the
+trainer. A checkpoint has their numbers, and a run that goes on from it plays them again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rose.core.groups import Draw, Drop, Keep, StepGroups
 from rose.core.staleness import GroupStream, Unmet
 from rose.core.trajectory import Trajectory
 from rose.errors import RequestRefused
-from rose.launch.rollouts import Played, Rollouts
+from rose.launch.rollouts import Played, Rollouts, tokens_of_agents
 from rose.rollout.trajectories import FinishedGroup
 
 SURPLUS = "surplus"
@@ -42,6 +43,7 @@ class Flow:
         self._wanted: dict[int, tuple[int, ...]] = {}
         self._here: dict[int, list[Trajectory]] = {}
         self._played = Played([], StepGroups())
+        self._ended_since = Played([], StepGroups())
         self._has_told = False
 
     def begin(self, version: int) -> None:
@@ -58,6 +60,10 @@ class Flow:
         """Every worker runs what so many batches made: others may begin."""
         self._stream.reached(batches)
         self._draw()
+
+    def state(self) -> dict[str, Any]:
+        """As `Rollouts.state`. One that was dropped is outstanding until it has come back: the books wait for it."""
+        return self._rollouts.state({*self._stream.not_taken, *self._due.values()})
 
     async def take(self) -> Played:
         """The next batch, as soon as there is one, and what was played since the last. Raises what ended the flow."""
@@ -77,6 +83,11 @@ class Flow:
         self._ledger.close_step(self._not_back())
         self._draw()
         return played
+
+    def take_ended(self) -> Played:
+        """Counts of what has ended since this was asked before, in whichever batch it comes."""
+        ended, self._ended_since = self._ended_since, Played([], StepGroups())
+        return ended
 
     async def end(self) -> None:
         """The job is over: what is under way is stopped and told, and all that was begun comes back."""
@@ -137,6 +148,7 @@ class Flow:
         else:
             self._members[name] = outcome
             self._played.add(outcome)
+            self._ended_since.add(outcome)
             fate = self._stream.finished(group, member, outcome.reward)
         self._rollouts.note_end(group, member, outcome, fate)
         if isinstance(fate, Keep):
@@ -162,6 +174,9 @@ class Flow:
 
     def _came(self, finished: FinishedGroup) -> None:
         by_id = self._rollouts.take_back(finished.trajectories, self._members)
+        tokens = tokens_of_agents(by_id, self._members)
+        self._played.generated_tokens += tokens
+        self._ended_since.generated_tokens += tokens
         for trajectory in finished.trajectories:
             self._members.pop(trajectory.trajectory_id, None)
         group = self._due.pop(finished.group, None)

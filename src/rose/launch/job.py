@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rose.errors import RoseError
+from rose.errors import RoseError, Unavailable
 from rose.launch.folder import RunFolder
 from rose.launch.learning import CHANGES, Learner, shown
 from rose.launch.lending import Lending
@@ -60,26 +60,30 @@ class Job:
         await self._keep_costs("begin")
         for step in range(begun + 1, last + 1):
             await self._step(step)
+            await self._keep_breaches(step)
             if _is_due(step, self.settings.checkpoint.every_steps, last):
-                await self.learner.write_checkpoint(step, self.rollouts.state())
+                await self.learner.write_checkpoint(step, self._rollouts_state())
             if _is_due(step, self.settings.evaluation.every_steps, last):
                 await self._keep_costs("pause")
                 await self._evaluate(step)
                 await self._keep_costs("resume")
         await self._keep_costs("end")
         await self.compare_weights()
-        if self.lending is not None:
-            self.folder.record("lending", breaches=await self.lending.breaches())
+        await self._keep_breaches(last)
         self.folder.record("finished", step=last)
+
+    def _rollouts_state(self) -> dict[str, Any]:
+        return self.rollouts.state()
 
     async def _step(self, step: int) -> None:
         is_borrowed = await self._lend(step)
         live = self.screen.live
         live.step, live.phase = step, "rollouts"
         before, costs_before = await self.pool.look(), self.costs()
-        began_s = time.monotonic()
+        began_s, tokens_before = time.monotonic(), self.pool.counts.get("tokens", 0)
         played = await self.rollouts.play_step()
         played_s, after = time.monotonic(), await self.pool.look()
+        pool_tokens = grown(tokens_before, self.pool.counts.get("tokens", 0))
         live.phase = "learning"
         report = await self.learn(played)
         learnt_s = time.monotonic()
@@ -99,6 +103,7 @@ class Job:
             "version": self.learner.published.label,
             **weights,
             **shown_played(played),
+            "pool_tokens": pool_tokens,
             "turns_by_pool": turns_between(before, after),
             "cpu_s": spent,
             **shown(report),
@@ -170,7 +175,7 @@ class Job:
         if not self.settings.evaluation.every_steps:
             return
         if self.lending is not None and not self._is_owner_restless:
-            await self.lending.lend()
+            await self._switch(self.lending, is_lent=True)
         self.screen.live.phase = "evaluating"
         began_s = time.monotonic()
         rate = await self.rollouts.evaluate(self.settings.evaluation.episodes)
@@ -188,10 +193,18 @@ class Job:
         if self._is_owner_restless:
             return True
         is_wanted = not self.settings.compare or WITH_AND_WITHOUT[(step - 1) % len(WITH_AND_WITHOUT)]
-        if is_wanted:
-            return await self.lending.lend()
-        await self.lending.hold_back()
-        return False
+        return await self._switch(self.lending, is_lent=is_wanted)
+
+    async def _switch(self, lending: Lending, *, is_lent: bool) -> bool:
+        """Whether the device is lent now. One that cannot be told counts as what it was before, and ends no run."""
+        try:
+            if is_lent:
+                return await lending.lend()
+            await lending.hold_back()
+            return False
+        except Unavailable as error:
+            self.screen.say(f"  the device could not be {'borrowed' if is_lent else 'held back'} for now: {error.what}")
+            return not is_lent
 
     @property
     def _is_owner_restless(self) -> bool:
@@ -200,9 +213,18 @@ class Job:
 
     async def _keep_costs(self, when: str) -> None:
         """Processor time and turns so far, so that what lies between two of them can be told."""
-        await self.pool.look()
-        turns = self.pool.counts.get("ended", 0)
+        turns = sum((await self.pool.look()).turns.values())
         self.folder.record("costs", when=when, at_s=time.monotonic(), turns=turns, roles=self.costs())
+
+    async def _keep_breaches(self, step: int) -> None:
+        """Of the lent device so far; one that cannot be asked now is asked with the next step."""
+        if self.lending is None:
+            return
+        try:
+            breaches = await self.lending.breaches()
+        except Unavailable:
+            return
+        self.folder.record("lending", step=step, breaches=breaches)
 
     def _left_s(self, step: int) -> float:
         recent = sorted(self.steps_s[-8:])
@@ -231,6 +253,11 @@ def episodes(count: int) -> str:
 
 def turns_between(before: PoolSample, after: PoolSample) -> dict[str, int]:
     return {kind: after.turns[kind] - before.turns[kind] for kind in after.turns}
+
+
+def grown(before: int, after: int) -> int:
+    """Of a counter that begins anew when its process does."""
+    return after - before if after >= before else after
 
 
 def _number(label: str) -> int:

@@ -37,7 +37,8 @@ class Ledger:
         self._begun = self._lost = self._doubled = self._unknown = self._differing = 0
 
     def begin(self, trajectory_id: str) -> None:
-        assert trajectory_id not in self._open | self._returned | self._written_off, f"{trajectory_id} was begun before"
+        is_known = any(trajectory_id in ids for ids in (self._open, self._returned, self._written_off))
+        assert not is_known, f"{trajectory_id} was begun before"
         self._open.add(trajectory_id)
         self._begun += 1
 
@@ -66,13 +67,17 @@ class Ledger:
         self._lost += len(missing)
         return self.balance()
 
-    def balance(self) -> Balance:
-        before = self._before
+    def balance(self, without: Iterable[str] = ()) -> Balance:
+        """Of those left out it is as if they had never been begun; a run that goes on from there begins them anew."""
+        before, anew = self._before, set(without)
+        kinds = (self._returned, self._written_off, self._open)
+        left_out = [len(ids & anew) for ids in kinds]
+        returned, written_off, still_open = (len(ids) - count for ids, count in zip(kinds, left_out))
         return Balance(
-            before.begun + self._begun,
-            before.returned + len(self._returned),
-            before.written_off + len(self._written_off),
-            len(self._open),
+            before.begun + self._begun - sum(left_out),
+            before.returned + returned,
+            before.written_off + written_off,
+            still_open,
             before.lost + self._lost,
             before.doubled + self._doubled,
             before.unknown + self._unknown,

@@ -79,7 +79,7 @@ def _go_on(folder: RunFolder, screen: Screen) -> Start:
     for line in words:
         screen.say(line)
     folder.record("resume", at_s=time.monotonic(), **start.shown())
-    folder.decided(RunResumed(start.step, start.next_group), [])
+    folder.decided(RunResumed(start.step, start.next_group, start.outstanding), [])
     return start
 
 

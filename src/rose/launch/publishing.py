@@ -83,17 +83,24 @@ class Publishing:
             self._relay.close()
 
     def _known_secret(self, folder: RunFolder) -> bytes:
-        if os.environ.get(SECRET) or os.environ.get(SECRET_FILE):
-            return run_secret()
-        if self._settings.relay is not None and "://" in self._settings.relay:
-            hint = f"set {SECRET} or {SECRET_FILE} to that of the relay, or of your own making: openssl rand -hex 32"
-            raise ConfigError(f"the secret for the relay {self._settings.relay} is not known", hint=hint)
+        if (given := given_secret(self._settings)) is not None:
+            return given
         kept = folder.path / SECRET_NAME
         made = kept.read_text().strip() if kept.exists() else secrets.token_hex(32)
         if not kept.exists():
             folder.write(SECRET_NAME, made + "\n", mode=0o600)
         self.variables = {SECRET: made}
         return made.encode()
+
+
+def given_secret(settings: WeightsSettings) -> bytes | None:
+    """The one that the environment holds. Raises ConfigError for one that is none, and where a relay needs one."""
+    if os.environ.get(SECRET) or os.environ.get(SECRET_FILE):
+        return run_secret()
+    if settings.relay is not None and "://" in settings.relay:
+        hint = f"set {SECRET} or {SECRET_FILE} to that of the relay, or of your own making: openssl rand -hex 32"
+        raise ConfigError(f"the secret for the relay {settings.relay} is not known", hint=hint)
+    return None
 
 
 def _absolute(address: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -18,6 +18,10 @@ from rose.launch.report_tables import cost_section, figures_table, headline, not
 
 BINS = 48
 BIN_S_MIN = 2.0
+COLUMNS = 400  # of a row of blocks: two points of the picture each, however long the run was
+POOLS = ("borrowed", "dedicated")
+Block = tuple[float, float, Any]
+"""From when to when, and what is told of it: turns as a number, all else in words."""
 STYLE = """
 :root { color-scheme: light dark; --ink: #24292f; --soft: #6e7781; --grid: #d8dee4; --paper: #fff; --red: #cf222e }
 @media (prefers-color-scheme: dark) {
@@ -155,30 +159,11 @@ def _who(lines: Sequence[Line]) -> list[str]:
     begin_s, end_s = _span(lines)
     rows = ("borrowed", "dedicated", "trainer", "weights", "evaluation")
     picture = Picture("Who ran what when", (0, end_s - begin_s), (0, len(rows)), "seconds", 190)
-
-    def block(row: str, from_s: float, to_s: float, kind: str, words: str) -> None:
+    for row, kind, blocks in _blocks(lines):
         place = len(rows) - 1 - rows.index(row)
-        picture.block(from_s - begin_s, to_s - begin_s, place + 0.15, place + 0.85, kind, words)
-
-    samples = of_kind(lines, "sample")
-    for before, after in itertools.pairwise(samples):
-        for kind in ("borrowed", "dedicated"):
-            ended = after["turns"][kind] - before["turns"][kind]
-            if ended > 0:
-                block(kind, before["at_s"], after["at_s"], kind, f"{ended} turns")
-    for step in of_kind(lines, "step"):
-        played_s = step.get("train_began_s", step["began_s"] + step["rollout_s"])
-        block("trainer", played_s, played_s + step["train_s"], "trainer", f"step {step['step']}")
-        learnt_s = played_s + step["train_s"]
-        block("weights", learnt_s, learnt_s + step["publish_s"], "publishing", f"version {step['version']}")
-    for found in of_kind(lines, "evaluation"):
-        block(
-            "evaluation",
-            found["began_s"],
-            found["began_s"] + found["took_s"],
-            "evaluation",
-            f"{found['success_rate']:.1%}",
-        )
+        for from_s, to_s, told in _joined(blocks, (end_s - begin_s) / COLUMNS):
+            words = f"{sum(told)} turns" if row in POOLS else " to ".join(dict.fromkeys((told[0], told[-1])))
+            picture.block(from_s - begin_s, to_s - begin_s, place + 0.15, place + 0.85, kind, words)
     for death in of_kind(lines, "death"):
         picture.mark(death["at_s"] - begin_s, f"{death['role']} died")
     keys = [
@@ -189,6 +174,43 @@ def _who(lines: Sequence[Line]) -> list[str]:
         "evaluation:evaluation",
     ]
     return _section("Who ran what when", "A dashed line is the death of a process.", keys, picture.svg(rows))
+
+
+def _blocks(lines: Sequence[Line]) -> Iterator[tuple[str, str, list[Block]]]:
+    """Rows of blocks, each with its name and its colour."""
+    for pool in POOLS:
+        ended = [
+            (before["at_s"], after["at_s"], after["turns"][pool] - before["turns"][pool])
+            for before, after in itertools.pairwise(of_kind(lines, "sample"))
+        ]
+        yield pool, pool, [block for block in ended if block[2] > 0]
+    learning: list[Block] = []
+    publishing: list[Block] = []
+    for step in of_kind(lines, "step"):
+        played_s = step.get("train_began_s", step["began_s"] + step["rollout_s"])
+        learnt_s = played_s + step["train_s"]
+        learning.append((played_s, learnt_s, f"step {step['step']}"))
+        publishing.append((learnt_s, learnt_s + step["publish_s"], f"version {step['version']}"))
+    yield "trainer", "trainer", learning
+    yield "weights", "publishing", publishing
+    evaluations = [
+        (found["began_s"], found["began_s"] + found["took_s"], f"{found['success_rate']:.1%}")
+        for found in of_kind(lines, "evaluation")
+    ]
+    yield "evaluation", "evaluation", evaluations
+
+
+def _joined(blocks: Iterable[Block], width_s: float) -> list[tuple[float, float, list[Any]]]:
+    """Those that begin within `width_s` of each other are one: the eye sees no more, and a page has to stay small."""
+    found: list[tuple[float, float, list[Any]]] = []
+    for from_s, to_s, what in sorted(blocks, key=lambda block: block[0]):
+        if found and from_s - found[-1][0] < width_s:
+            begin_s, end_s, told = found[-1]
+            told.append(what)
+            found[-1] = (begin_s, max(end_s, to_s), told)
+        else:
+            found.append((from_s, to_s, [what]))
+    return found
 
 
 def _section(title: str, words: str, keys: Sequence[str], svg: str) -> list[str]:

@@ -150,9 +150,11 @@ def _factors(summary: Line) -> str:
         ("alpha, share of trajectories that are correct", f"{factors['accept_ratio']:.6g}"),
         ("CPM x R x (1 + rho) / alpha, USD", f"{summary['cost_per_correct']:.6g}"),
     ]
-    check = "as the total over the correct trajectories says" if summary["cost"]["is_consistent"] else (
-        "NOT what the total over the correct trajectories says: a count is missing"
-    )  # fmt: skip
+    check = "as the total over the correct trajectories says"
+    if wrong := summary["cost"]["miscounted"]:
+        check += f"; but counts of {' and '.join(wrong)} contradict each other: a part is greater than its whole"
+    elif not summary["cost"]["is_consistent"]:
+        check = "NOT what the total over the correct trajectories says"
     return table(rows) + f"<p>The factors multiply to that, {check}.</p>"
 
 
@@ -169,6 +171,7 @@ def figures_table(summary: Line) -> str:
         ("steps", f"{summary['steps']}, {number(summary['step_s'])} s each"),
         ("held-out success", success),
         ("trajectories", played),
+        ("actions not understood", percent(summary["invalid_share"])),
         ("rollout share of a step", percent(summary["rollout_share"])),
         ("serving in budget", attained),
         ("lost, counted twice", f"{summary['lost']}, {summary['doubled']}"),
@@ -184,8 +187,8 @@ def figures_table(summary: Line) -> str:
         words = f"x {summary['throughput_ratio']:.2f} ({number(low)} to {number(high)})"
         speed = f"rollouts x {summary['rollout_speedup']:.2f}, whole steps {words}"
         alone = f"{percent(summary['serving_attainment_alone'], 2)} of requests in budget"
-        rows.insert(4, ("with the borrowed device", speed))
-        rows.insert(6, ("the same, held back", alone))
+        rows.insert(5, ("with the borrowed device", speed))
+        rows.insert(7, ("the same, held back", alone))
     return table(rows)
 
 

@@ -1,9 +1,9 @@
 """Going on with a run that was killed: under the same settings, from its newest whole checkpoint, in its own folder.
 
-What a run does next depends on the weights and the optimiser's state, on how many groups were drawn so far, and on the
-number of the version that workers run. All of that is in a checkpoint, and nothing else matters: maps and dice follow
-from the numbers of the group and its member. So steps behind the checkpoint are played anew, and with an engine that
-computes alike in every batch they come out the same, bit by bit.
+What a run does next depends on the weights and the optimiser's state, on how many groups were drawn so far, on which
+of them no step has learnt from, and on the number of the version that workers run. All of that is in a checkpoint, and
+nothing else matters: maps and dice follow from the numbers of the group and its member. So steps behind the checkpoint
+are played anew, and with an engine that computes alike in every batch they come out the same, bit by bit.
 
 Nothing that was under way is kept. The gateway begins with an empty ledger, so that no trajectory of a step that is
 played anew can come twice; the weights are published anew, in an epoch of their own, so that nobody takes what the
@@ -49,9 +49,9 @@ def settings_to_resume(path: Path, given: Path | None = None, overrides: Sequenc
 
 def _check_same(known: RunSettings, wanted: RunSettings) -> None:
     before, after = dict(flattened(asdict(known))), dict(flattened(asdict(wanted)))
-    differing = [key for key in before if before[key] != after[key] and key != "steps"]
+    differing = [key for key in before | after if before.get(key) != after.get(key) and key != "steps"]
     if differing:
-        told = "; ".join(f"{key} is {before[key]}, not {after[key]}" for key in differing)
+        told = "; ".join(f"{key} is {before.get(key, 'not set')}, not {after.get(key)}" for key in differing)
         hint = "leave them out; a run with other settings is another run: rose run --name NAME"
         raise ConfigError(f"a run goes on with the settings that it began with ({told})", hint=hint)
     if wanted.steps < known.steps:

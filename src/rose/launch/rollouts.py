@@ -11,13 +11,13 @@ may come back in several branches.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rose.core.groups import Draw, Drop, Groups, Keep, MemberEnded, StepGroups
 from rose.core.trajectory import Trajectory
-from rose.envs.base import EnvironmentFailed, Guarded, Patience
+from rose.envs.base import HELD_OUT_SEEDS, TRAINING_SEEDS, EnvironmentFailed, Guarded, Patience
 from rose.envs.play import ChatFrame, Episode, Generate, TurnSampling, play_again
 from rose.envs.registry import find_environment, make_environment
 from rose.envs.trouble import trouble_dice, troubled
@@ -30,7 +30,6 @@ from rose.rollout.client import GatewayClient
 from rose.rollout.trainer_routes import BeginBody, FinishBody
 from rose.rollout.trajectories import FinishedGroup
 from rose.train.advantages import member_of
-from rose.train.local import HELD_OUT_SEEDS, TRAINING_SEEDS
 
 Journalled = Callable[[object, list[object]], None]
 MAPS_PER_SEED = 1 << 20
@@ -86,9 +85,16 @@ class Rollouts:
         self._evaluations = 0
         self.held_out_failures: list[str] = []
 
-    def state(self) -> dict[str, Any]:
-        """Between two steps: what `go_on` needs to draw the same groups as if never stopped."""
-        return {"next_group": self.groups.next_group, "balance": asdict(self.ledger.balance())}
+    def state(self, outstanding: Collection[int] = ()) -> dict[str, Any]:
+        """Between two steps: what a run that goes on needs to draw the same groups as if never stopped.
+
+        `outstanding` are groups that were drawn and that no step has learnt from. They are drawn again, and so they are
+        not in the balance.
+        """
+        again = sorted(outstanding)
+        members = (self.member_id(group, member) for group in again for member in range(self.groups.rules.size))
+        balance = self.ledger.balance(without=members)
+        return {"next_group": self.groups.next_group, "outstanding": again, "balance": asdict(balance)}
 
     def go_on(self, next_group: int, balance: Balance) -> None:
         """From there; before the first step."""
@@ -197,11 +203,11 @@ class Rollouts:
             self.ended += 1
 
     async def _play(self, episode: Episode, generate: Generate) -> Trajectory:
-        patience = self._settings.patience
+        settings, patience = self._settings, self._settings.patience
         limits = Patience(patience.reset_s_max, patience.step_s_max)
-        name, trouble = self._settings.environment, self._settings.trouble
+        name, options, trouble = settings.environment, settings.environment_options, settings.trouble
         dice = trouble_dice(trouble, episode.trajectory_id)
-        environment = Guarded(lambda: troubled(make_environment(name), trouble, dice), limits)
+        environment = Guarded(lambda: troubled(make_environment(name, **options), trouble, dice), limits)
         try:
             return await play_again(episode, environment, self._frame, generate, patience.tries_max)
         finally:
@@ -311,15 +317,17 @@ class _Step:
         """Every group that was drawn comes back once, whatever became of it."""
         came = await self._rollouts.take_batch(self._groups_due)
         by_id = self._rollouts.take_back(came, self._members)
-        self.played.generated_tokens += sum(
-            branch.generated_tokens
-            for name, branches in by_id.items()
-            for branch in branches
-            if not self._members[name].token_ids
-        )
+        self.played.generated_tokens += tokens_of_agents(by_id, self._members)
         for group, members in sorted(self._wanted.items()):  # not as they ended: that differs from time to time
             names = [self._rollouts.member_id(group, member) for member in members]
             self.kept[group] = [branch for name in names for branch in by_id.get(name, ())]
+
+
+def tokens_of_agents(came: Mapping[str, Sequence[Trajectory]], played: Mapping[str, Trajectory]) -> int:
+    """What the gateway alone knew until it came back: here an agent's trajectories end without tokens."""
+    return sum(
+        branch.generated_tokens for name, branches in came.items() for branch in branches if not played[name].token_ids
+    )
 
 
 def _dice(group: int, member: int) -> int:

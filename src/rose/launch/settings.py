@@ -14,7 +14,7 @@ tokens and more, groups are large, and only the members of a group whose rewards
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from rose.config.schema import setting
 from rose.core.groups import GroupRules
 from rose.cost.settings import CostSettings
 from rose.envs.agents import check_agent
-from rose.envs.registry import find_environment
+from rose.envs.registry import environment_settings
 from rose.envs.trouble import TroubleSettings
 from rose.errors import ConfigError
 from rose.launch.tracking import TrackingSettings, check_tracking
@@ -140,6 +140,7 @@ class RunSettings:
     runs: str = setting("runs", "folder that holds the runs")
     steps: int = setting(20, "steps of learning", minimum=1, maximum=1_000_000)
     environment: str = setting("frozenlake", "what is played")
+    environment_options: Mapping[str, bool | int | float | str] = setting({}, "what is changed of it (docs/tasks.md)")
     agent: str | None = setting(None, "function that plays it with an OpenAI client; null plays turn by turn",
                                 example="my_agent.py:play")  # fmt: skip
     rollout_model: str | None = setting(None, "folder of the model to train; null makes a warm start")
@@ -182,7 +183,7 @@ def load_run_settings(path: str | Path | None = None, overrides: Sequence[str] =
 
 def check_run(settings: RunSettings) -> None:
     """Names that exist, and values that go together."""
-    find_environment(settings.environment)
+    environment_settings(settings.environment, settings.environment_options)
     if settings.agent is not None:
         check_agent(settings.agent)
     find_preset(settings.serving.preset)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose.launch.ledger import Balance
+from rose.models.files import Keys
 from rose.train.checkpoint_state import read_state
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class Start:
     version: int = 0
     epoch: int = 0  # of the weights: that of the trainer before
     next_group: int = 0
+    outstanding: tuple[int, ...] = ()  # groups that were drawn and that no step has learnt from
     balance: Balance = field(default_factory=Balance)
     checkpoint: Path | None = None
     is_evaluated: bool = False  # the evaluation behind `step` was done
@@ -46,12 +48,21 @@ def start_to_keep(step: int, published: Published, rollouts: dict[str, Any]) -> 
 def read_start(checkpoint: Path) -> Start:
     """Raises ModelError unless the checkpoint is whole."""
     extra = read_state(checkpoint).inner("extra")
-    balance = extra.inner("balance")
+    balance, next_group = extra.inner("balance"), extra.whole("next_group", minimum=0)
     return Start(
         step=extra.whole("run_step", minimum=0),
         version=extra.whole("version", minimum=0),
         epoch=extra.whole("epoch", minimum=0),
-        next_group=extra.whole("next_group", minimum=0),
+        next_group=next_group,
+        outstanding=_outstanding(extra, next_group),
         balance=Balance(**{key: balance.whole(key, minimum=0) for key in asdict(Balance())}),
         checkpoint=checkpoint,
     )
+
+
+def _outstanding(extra: Keys, next_group: int) -> tuple[int, ...]:
+    """Checkpoints of earlier versions say nothing of them."""
+    found = extra.get("outstanding", [])
+    if not isinstance(found, list) or not all(type(group) is int and 0 <= group < next_group for group in found):
+        raise extra.complaint("outstanding", f"must be a list of groups before {next_group}")
+    return tuple(found)

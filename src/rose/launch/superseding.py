@@ -4,8 +4,8 @@ The file of metrics is only ever appended to. A run that was resumed says so in 
 it did not have to do again; what an earlier attempt had said of later steps counts no more, though it stays in the
 file. So each step and each evaluation is counted once, and the last word is the one that holds.
 
-Counters begin anew with the processes: turns by pool go on from what the attempt before had. What processors had worked
-since the last mark of an attempt that was killed is not known.
+Counters begin anew with the processes: turns by pool and breaches of the lent device go on from what the attempt
+before had. What processors had worked since the last mark of an attempt that was killed is not known.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ ONCE = ("step", "evaluation", "balance", "sync")
 LAST_WORDS = ("weights", "finished", "ended")
 OPENING = ("begin", "resume")
 """Marks of processor time that wait for another to close them."""
+COUNTS = {"sample": "turns", "lending": "breaches"}
+"""Kinds of lines with counts that begin anew, and what these are called there."""
 
 
 def counted(lines: Sequence[Line]) -> list[Line]:
     """The lines of a run as if it had never been interrupted, but for the `resume` lines themselves."""
     found: list[Line] = []
-    turns, is_resumed = _Turns(), False
+    counts, is_resumed = {kind: _Counts(name) for kind, name in COUNTS.items()}, False
     for line in lines:
         if line["kind"] == "resume":
             found, is_resumed = _taken_back(found, line["step"]), True
-            turns.begin()
-        found.append(turns.onwards(line) if line["kind"] == "sample" else line)
+            for count in counts.values():
+                count.begin()
+        found.append(counts[line["kind"]].onwards(line) if line["kind"] in counts else line)
     return _once(found) if is_resumed else found
 
 
@@ -52,16 +55,18 @@ def _key(line: Line) -> tuple[Any, ...]:
     return line["kind"], line.get("step")
 
 
-class _Turns:
-    """Turns by pool over all attempts."""
+class _Counts:
+    """By pool or kind, over all attempts."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._before: dict[str, int] = {}
         self._last: dict[str, int] = {}
 
     def begin(self) -> None:
         self._before = dict(self._last)
 
-    def onwards(self, sample: Line) -> Line:
-        self._last = {kind: count + self._before.get(kind, 0) for kind, count in sample["turns"].items()}
-        return sample | {"turns": self._last}
+    def onwards(self, line: Line) -> Line:
+        told = {kind: count + self._before.get(kind, 0) for kind, count in line[self._name].items()}
+        self._last = self._before | told
+        return line | {self._name: self._last}

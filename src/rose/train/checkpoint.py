@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from rose.errors import ModelError, Unavailable
@@ -94,7 +94,28 @@ def _verify(folder: Path, arrays: Mapping[str, NDArray[np.float32]], dtype: Stor
         else:
             is_same = np.array_equal(tensors.float32(name), array.astype("<f2" if dtype == "f16" else "<f4"))
         if not is_same:
-            raise Unavailable(f"{name} reads back from {folder / SINGLE} as something else", hint="check the disk")
+            raise _differs(name, folder / SINGLE)
+
+
+def _verify_state(file: Path, arrays: Mapping[str, NDArray[np.float32]]) -> None:
+    """The same of what only a trainer reads, bit by bit, with one tensor in memory at a time."""
+    try:
+        with safe_open(str(file), framework="np") as tensors:
+            for name, array in arrays.items():
+                if not _is_same(tensors.get_tensor(name), array):
+                    raise _differs(name, file)
+    except SafetensorError as error:
+        raise Unavailable(f"{file} cannot be read back: {error}", hint="check the disk") from error
+
+
+def _is_same(found: NDArray[np.float32], meant: NDArray[np.float32]) -> bool:
+    if (found.shape, found.dtype) != (meant.shape, meant.dtype):
+        return False
+    return np.array_equal(found.view(np.uint32), np.ascontiguousarray(meant).view(np.uint32))
+
+
+def _differs(name: str, file: Path) -> Unavailable:
+    return Unavailable(f"{name} reads back from {file} as something else", hint="check the disk")
 
 
 def _write_state(trainer: Trainer, folder: Path, extra: Mapping[str, Any]) -> None:
@@ -103,6 +124,7 @@ def _write_state(trainer: Trainer, folder: Path, extra: Mapping[str, Any]) -> No
     if trainer.healthy is not None:
         arrays |= _named(trainer.healthy, HEALTHY)
     write_tensors(folder / STATE_FOLDER / STATE_TENSORS, arrays, "f32")
+    _verify_state(folder / STATE_FOLDER / STATE_TENSORS, arrays)
     state = {
         "step": trainer.step,
         "learning_rate_factor": trainer.learning_rate_factor,

@@ -16,7 +16,7 @@ from typing import Any
 from rose.core.groups import Draw, Drop, Groups, Keep, StepGroups
 from rose.core.trajectory import Trajectory
 from rose.engines.base import Budget, Request, Sampling, StepEngine, TokenEvent
-from rose.envs.base import EnvironmentFailed, Guarded
+from rose.envs.base import HELD_OUT_SEEDS, TRAINING_SEEDS, EnvironmentFailed, Guarded
 from rose.envs.play import Answer, ChatFrame, Episode, TurnSampling, VersionSpan, play_again
 from rose.envs.registry import find_environment, make_environment
 from rose.errors import Unavailable
@@ -24,8 +24,6 @@ from rose.models.folder import load_model_folder
 
 BUDGET = Budget(512, 64)
 IDLE_S = 0.001
-TRAINING_SEEDS, HELD_OUT_SEEDS = 0, 1 << 40
-"""Maps that are trained on and maps that are only evaluated on never share a seed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,19 +41,26 @@ def check_packages() -> None:
 class GameConnection:
     """One game in a process of its own. Not for two threads at once, except `close`."""
 
-    def __init__(self, wish: dict[str, Any], answer_s_max: float = ANSWER_S_MAX) -> None:
+    def __init__(
+        self, wish: dict[str, Any], answer_s_max: float = ANSWER_S_MAX, begin_s_max: float = START_S_MAX
+    ) -> None:
         self._pid: int | None = None
         self._socket = _host.connect()
         self._socket.settimeout(START_S_MAX)
         self._stream = self._socket.makefile("rwb")
+        self._pid = self._heard()["pid"]
+        self._socket.settimeout(begin_s_max)
         self.first = self.ask(wish)
-        self._pid = self.first.pop("pid")
         self._socket.settimeout(answer_s_max)
 
     def ask(self, wish: dict[str, Any]) -> dict[str, Any]:
         """Raises EnvironmentFailed, TimeoutError; then the game is over."""
+        return self._heard(json.dumps(wish).encode() + b"\n")
+
+    def _heard(self, said: bytes = b"") -> dict[str, Any]:
+        """The game's next line, after what was said to it."""
         try:
-            self._stream.write(json.dumps(wish).encode() + b"\n")
+            self._stream.write(said)
             self._stream.flush()
             line = self._stream.readline()
         except TimeoutError:

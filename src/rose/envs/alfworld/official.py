@@ -1,4 +1,8 @@
-"""The games of ALFWorld's own data set, when the user has it: `alfworld-download`, and ALFWORLD_DATA says where."""
+"""The games of ALFWorld's own data set, when the user has it: `alfworld-download`, and ALFWORLD_DATA says where.
+
+Held-out seeds play `valid_unseen`, whose rooms are in no other split. Where that is missing, or is itself trained on,
+every tenth task of the split is kept apart for them, with all of its trials.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +13,29 @@ import random
 from pathlib import Path
 
 from rose.envs.alfworld.households import KINDS
+from rose.envs.base import HELD_OUT_SEEDS
 from rose.errors import ConfigError
 
 FROM_VARIABLE = "ALFWORLD_DATA"
 FOLDER = "json_2.1.1"
 LEFT_OUT = ("movable", "Sliced")  # ALFWorld itself does not play them as text
+HELD_OUT_SPLIT = "valid_unseen"
+HELD_OUT_EVERY = 10  # tasks, of a split that has to do for both
 
 
 def official_game(folder: str, split: str, kinds: tuple[str, ...], seed: int) -> Path:
-    """The game of this seed: any one of the split that is of these kinds and can be solved."""
-    found = _games(_data_folder(folder), split, kinds)
+    """The game of this seed: any one of its part of the games that is of these kinds and can be solved."""
+    found = _part(_data_folder(folder), split, kinds, is_held_out=seed >= HELD_OUT_SEEDS)
     first = random.Random(f"official/{seed}").randrange(len(found))
     for game in (*found[first:], *found[:first]):
         if _is_solvable(game):
             return game
-    raise ConfigError(f"no game of {split} in {_data_folder(folder)} is marked as solvable")
+    raise ConfigError(f"no game of {found[0].parts[-4]} in {_data_folder(folder)} is marked as solvable")
 
 
 def check_data(folder: str, split: str, kinds: tuple[str, ...]) -> None:
     """Raises ConfigError if there is nothing to play."""
-    _games(_data_folder(folder), split, kinds)
+    _part(_data_folder(folder), split, kinds, is_held_out=False)
 
 
 def _data_folder(folder: str) -> Path:
@@ -40,21 +47,33 @@ def _data_folder(folder: str) -> Path:
     return Path(os.environ[FROM_VARIABLE]).expanduser()
 
 
+def _part(folder: Path, split: str, kinds: tuple[str, ...], *, is_held_out: bool) -> tuple[Path, ...]:
+    """What is trained on, or what is only evaluated on: no game is in both."""
+    games = _games(folder, split, kinds)
+    if not games:
+        hint = f"there should be {FOLDER}/{split}/TASK/TRIAL/game.tw-pddl; run alfworld-download"
+        raise ConfigError(f"{folder} has no ALFWorld games of {split}", hint=hint)
+    unseen = _games(folder, HELD_OUT_SPLIT, kinds) if split != HELD_OUT_SPLIT else ()
+    if unseen:
+        return unseen if is_held_out else games
+    apart = set(sorted({path.parts[-3] for path in games})[1::HELD_OUT_EVERY])
+    if is_held_out and not apart:
+        hint = "run alfworld-download; or evaluate never: --set evaluation.every_steps=0"
+        raise ConfigError(f"{folder} has a single task in {split}: none is left to evaluate on", hint=hint)
+    return tuple(path for path in games if (path.parts[-3] in apart) == is_held_out)
+
+
 @functools.lru_cache(maxsize=8)
 def _games(folder: Path, split: str, kinds: tuple[str, ...]) -> tuple[Path, ...]:
     """In the order of their names, so that a seed means the same game on every machine."""
     root = folder / FOLDER if (folder / FOLDER).is_dir() else folder
     tasks = tuple(f"{KINDS[kind]}-" for kind in kinds)
     found = sorted(root.glob(f"{split}/*/*/game.tw-pddl"))
-    wanted = [
+    return tuple(
         path
         for path in found
         if path.parts[-3].startswith(tasks) and not any(word in path.parts[-3] for word in LEFT_OUT)
-    ]
-    if not wanted:
-        hint = f"there should be {FOLDER}/{split}/TASK/TRIAL/game.tw-pddl; run alfworld-download"
-        raise ConfigError(f"{folder} has no ALFWorld games of {split}", hint=hint)
-    return tuple(wanted)
+    )
 
 
 def _is_solvable(game: Path) -> bool:

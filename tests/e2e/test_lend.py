@@ -225,6 +225,33 @@ def test_each_process_may_die_and_the_device_heals(model_folder: Path, rollout_m
         assert not any(devices.is_alive(pid) for pid in children), "nothing is left behind"
 
 
+def test_the_owners_word_outlives_the_engine_and_one_that_dies_twice_serves_alone(
+    model_folder: Path, rollout_model: Path
+) -> None:
+    with lent(model_folder, rollout_model, *WIDE) as device:
+        alone = serve(device)
+
+        def kill() -> None:
+            os.kill(device.process("rose.coserve.executor"), signal.SIGKILL)
+            eventually(lambda: device.serving.complete(prompt="x", max_tokens=1).status != 200)
+            eventually(lambda: device.serving.complete(prompt="x", max_tokens=1).status == 200)
+            assert serve(device) == alone
+
+        device.lending("limits", {"compute_share": 0.5})
+        device.lending("drain", {})
+        kill()
+        status = device.status()
+        assert (status["state"], status["compute_share"], status["lent_steps"]) == ("drained", 0.5, 0)
+        assert device.lending("resume", {}).json["state"] == "lending"
+        kill()
+        kill()
+        status = device.status()
+        assert (status["state"], status["compute_share"]) == ("drained", 0.5) and "held back" in status["why"]
+        eventually(lambda: "held back" in device.rollout(PROMPT).error["message"])
+        assert device.lending("resume", {}).json["state"] == "lending"
+        eventually(lambda: device.rollout(PROMPT, max_tokens=4).status == 200)
+
+
 def test_without_a_serving_model_it_is_a_dedicated_worker(rollout_model: Path) -> None:
     arguments = ["-m", "rose", "serve", "--lend", str(rollout_model), "--rollout-port", "0", "--device", devices.DEVICE]
     worker = devices.start(arguments, rollout_model, variables={"ROSE_ROLLOUT_TOKEN": ROLLOUT_TOKEN})

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rose.config.device import EngineSettings, LendSettings
@@ -113,7 +114,16 @@ def test_a_rollout_model_that_cannot_load_is_said_at_start(start: messages.Start
     [
         ({"kv_memory_mb": 4}, {}, "too few to share"),
         ({"kv_memory_mb": 16}, {"page_kb": 3000}, "evenly only 8 at a time"),
-        ({"kv_memory_mb": 12}, {"headroom_share": 0.8, "max_context_tokens": 4096}, "less than one context"),
+        (
+            {"kv_memory_mb": 12},
+            {"headroom_share": 0.8, "max_context_tokens": 4096},
+            r"(?s)frozenlake-1m .* less than one context of 4096.* lend\.headroom_share$",
+        ),
+        (
+            {"kv_memory_mb": 9, "max_context_tokens": 2200},  # the last MiB is no whole page
+            {},
+            r"(?s)qwen3-3m .* less than one context of 2200.* engine\.max_context_tokens$",
+        ),
         ({}, {"ttft_ms": 1.0, "tpot_ms": 0.1}, "cannot|can keep"),
     ],
 )
@@ -126,6 +136,18 @@ def test_terms_that_cannot_work_are_refused_with_figures(
         command = messages.Start(EMBEDDED, start.folder, "cpu:0", replace(SETTINGS, **settings), lend=lend)
         with open_door() as door, pytest.raises(RoseError, match=words):
             await DeviceChannel.start(command, door=door)
+
+    asyncio.run(story())
+
+
+def test_serving_may_have_a_context_that_its_headroom_does_not_hold(start: messages.Start) -> None:
+    """Of four pages one is its headroom, and this context takes two: rollouts give way."""
+
+    async def story() -> None:
+        small = msgspec.structs.replace(start, settings=replace(SETTINGS, kv_memory_mb=8))
+        async with both_sides(small) as (serving, rollout):
+            assert len(await answer(serving, request("long", 900))) == 900
+            assert len(await answer(rollout, request("short"))) == 20
 
     asyncio.run(story())
 

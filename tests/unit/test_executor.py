@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.e2e.scripted_engine import CRASH, ScriptedEngine
 
-from rose.config.device import EngineSettings
+from rose.config.device import EngineSettings, LendSettings
 from rose.coserve import executor, link, messages, port
 from rose.engines.base import Budget, Request, Sampling, StepPlan, TokenEvent
 from rose.errors import ConfigError, ContextTooLong, ModelError, QueueFull, RoseError, Unavailable
@@ -324,8 +324,10 @@ def test_serve_says_why_it_cannot_start(tmp_path: Path) -> None:
 
 FACTS = ScriptedEngine(EngineSettings()).facts()
 TOKEN = TokenEvent("r", (1, 2), (-0.5, -1.5), "v0", "stop", (((1, -0.5), (3, -2.0)),), 16)
+LEND = messages.Lend("folder", LendSettings(), (messages.Control("limits", 0.5), messages.Control("drain")), "why")
 COMMANDS = [
     messages.Start("m:f", "folder", "cpu:0", EngineSettings(), True),
+    messages.Start("m:f", "folder", "cpu:0", EngineSettings(), lend=LEND),
     messages.Add(request()),
     messages.Cancel("r"),
     messages.Evict("r", 1),

@@ -163,7 +163,7 @@ def test_a_device_that_lends_nothing_at_all_has_no_shut_gate(how: str) -> None:
     if how == "stopped":
         found.stop("paused by the owner")
     elif how == "dry run":
-        found.dry_run = cast(Any, SimpleNamespace(decide=lambda view, now_s: found.last_grant))
+        found.dry_run = cast(Any, SimpleNamespace(decide=lambda view, ration, now_s: found.last_grant))
     else:
         found.admission.breaker = cast(Any, SimpleNamespace(why_stopped=lambda now_s: "circuit breaker"))
         found.admission.breaker.finished = lambda *args, **named: None

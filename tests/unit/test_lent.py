@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rose.config.device import EngineSettings
+from rose.config.device import EngineSettings, LendSettings
 from rose.core.admission import Admission
 from rose.core.latency import LatencyModel
 from rose.core.memory import MemoryPolicy
@@ -108,7 +108,10 @@ def latencies(folders: tuple[Path, Path]) -> list[LatencyModel]:
 
 
 @pytest.fixture
-def device(folders: tuple[Path, Path], latencies: list[LatencyModel]) -> Iterator[Device]:
+def device(
+    folders: tuple[Path, Path], latencies: list[LatencyModel], request: pytest.FixtureRequest
+) -> Iterator[Device]:
+    """By parameter, what held in the engine before this one."""
     sizes = [block_bytes(served_spec(folder)) for folder in folders]
     memory = SharedMemory(
         PagePool(PAGES, PAGE_BYTES),
@@ -130,6 +133,8 @@ def device(folders: tuple[Path, Path], latencies: list[LatencyModel]) -> Iterato
     guest.attach(links[1])
     owner = Owner(lender, guest, memory, time.monotonic)
     executor = LentExecutor(lender, guest, owner, links[0], budget=budget)
+    if hasattr(request, "param"):
+        executor.take_over(request.param)
     outcome: list[BaseException | None] = []
 
     def run() -> None:
@@ -311,6 +316,51 @@ def wish(device: Device, is_wanted: bool) -> messages.LendingStatus:
     return reply.lending
 
 
+def earlier(*words: messages.Control, held_back: str = "") -> messages.Lend:
+    return messages.Lend("folder", LendSettings(), words, held_back)
+
+
+@pytest.mark.parametrize(
+    "device, state, place",
+    [
+        (earlier(messages.Control("pause")), "paused", "resident"),
+        (earlier(messages.Control("drain")), "drained", "parked"),
+        (earlier(messages.Control("remove")), "drained", "absent"),
+        (earlier(messages.Control("drain"), messages.Control("pause")), "paused", "parked"),
+        (earlier(messages.Control("dry_run")), "dry_run", "resident"),
+        (earlier(held_back="rollouts are held back"), "drained", "parked"),
+    ],
+    indirect=["device"],
+)
+def test_an_engine_takes_over_what_held_in_the_one_before(device: Device, state: str, place: str) -> None:
+    device.rollout.send(*map(messages.Add, requests_of("r")))
+    device.serving.send(messages.Add(requests_of("s")[0]))
+    device.serving.until(lambda: bool(device.serving.finished))
+    status = ask(device, "status")
+    assert (status.state, status.model, status.lent_steps) == (state, place, 0) and not device.rollout.said
+    ask(device, "resume")
+    while ask(device, "status").state != "lending":
+        time.sleep(0.01)
+    device.rollout.send(messages.Add(requests_of("again")[0]))
+    device.rollout.until(lambda: "again0" in device.rollout.finished)
+
+
+@pytest.mark.parametrize("device", [earlier(held_back="rollouts are held back")], indirect=True)
+def test_rollouts_that_are_held_back_are_told_why(device: Device) -> None:
+    assert ask(device, "status").why == "rollouts are held back"
+    device.rollout.send(messages.Add(requests_of("r")[0]))
+    device.rollout.until(lambda: "r0" in device.rollout.refused)
+    assert device.rollout.refused["r0"] == "rollouts are held back"
+    assert wish(device, True).state == "drained", "it is the owner's to let them in"
+
+
+@pytest.mark.parametrize("device", [earlier(messages.Control("limits", 0.25, 0.0))], indirect=True)
+def test_an_engine_takes_over_the_limits_of_the_one_before(device: Device) -> None:
+    status = ask(device, "status")
+    assert (status.state, status.memory_share, status.compute_share) == ("lending", 0.25, 0.0)
+    assert status.rollout_pages_max <= PAGES // 4
+
+
 def test_the_owner_limits_memory_and_time(device: Device) -> None:
     status = ask(device, "limits", memory_share=0.25, compute_share=0.0)
     assert status.rollout_pages_max <= PAGES // 4 and status.compute_share == 0.0
@@ -338,6 +388,45 @@ def test_a_dry_run_runs_nothing_and_says_what_it_would_have_given(device: Device
     status = ask(device, "status")
     assert status.state == "dry_run" and status.dry_run is not None and status.dry_run.tokens > 0
     assert device.lender.lent_steps == 0 and not device.rollout.said
+
+
+@pytest.mark.parametrize("action, state", [("pause", "paused"), ("drain", "drained")])
+def test_a_dry_run_counts_what_a_device_would_give_that_is_not_lent(device: Device, action: str, state: str) -> None:
+    ask(device, action)
+    ask(device, "dry_run")
+    device.serving.send(*map(messages.Add, requests_of("s")))
+    device.serving.until(lambda: len(device.serving.finished) == 6)
+    time.sleep(0.1)  # without serving work
+    status = ask(device, "status")
+    assert status.state == state and status.dry_run is not None and status.dry_run.tokens > 0
+    assert device.lender.lent_steps == 0
+    status = ask(device, "resume")
+    assert status.state == "lending" and status.dry_run is None
+
+
+def test_a_grant_that_is_over_when_its_step_is_planned_is_a_closed_gate(
+    device: Device, folders: tuple[Path, Path]
+) -> None:
+    plan, ran, slept_s = device.lender.rollout.plan, device.lender.rollout.step, 0.3  # longer than any grant here
+    late: list[Any] = []
+
+    def slow(budget: Budget) -> Any:
+        made = plan(budget)
+        if not late:
+            late.append(made)
+            time.sleep(slept_s)
+        return made
+
+    def run(made: Any) -> Any:
+        assert made is not late[0]
+        return ran(made)
+
+    device.lender.rollout.plan, device.lender.rollout.step = slow, run  # type: ignore[method-assign]
+    device.rollout.send(*map(messages.Add, requests_of("r")))
+    device.rollout.until(lambda: len(device.rollout.finished) == 6)
+    assert device.rollout.said == alone(folders[1], requests_of("r"))
+    assert device.lender.dropped_steps >= 1 and device.lender.ledger.total_lent_s >= slept_s
+    device.memory.pages.check()
 
 
 def test_a_step_far_longer_than_predicted_is_a_breach_and_serving_goes_on(

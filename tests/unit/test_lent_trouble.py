@@ -103,6 +103,48 @@ def test_a_word_of_the_owner_that_fails_on_the_rollouts_side_is_refused(
     assert ask(device, "status").state == "failed"
 
 
+def test_a_rollout_engine_that_cannot_say_how_it_is_is_not_servings(device: Device, folders: tuple[Path, Path]) -> None:
+    """Every reply to serving tells how lending goes."""
+    device.guest.engine.facts = fails  # type: ignore[method-assign]
+    status = ask(device, "status")
+    assert (status.state, status.model, status.running) == ("failed", "absent", 0)
+    assert "a page with two owners" in status.why
+    still_serves(device, folders)
+
+
+def test_serving_is_answered_even_if_nobody_can_say_how_lending_goes(
+    device: Device, folders: tuple[Path, Path]
+) -> None:
+    device.memory.policy.status = fails  # type: ignore[method-assign]
+    device.serving.send(messages.GetFacts(8), messages.GetFacts(9))
+    device.serving.until(lambda: len(device.serving.replies) == 2)
+    assert [(reply.lending, reply.fault) for reply in device.serving.replies] == [(None, None)] * 2
+    assert "a page with two owners" in device.guest.failure
+    still_serves(device, folders)
+
+
+def test_a_rollout_engine_that_fails_before_the_loop_sleeps_is_not_servings(
+    device: Device, folders: tuple[Path, Path]
+) -> None:
+    device.guest.engine.facts = fails  # type: ignore[method-assign]
+    device.rollout.send(messages.Cancel("nobody"))  # not answered: its front hears the facts when the loop has no work
+    device.rollout.until(lambda: device.rollout.failed is not None)
+    still_serves(device, folders)
+
+
+def test_a_failure_while_an_engine_takes_over_is_not_servings() -> None:
+    ours, theirs = socket.socketpair()
+    lender: Any = SimpleNamespace(serving=ScriptedEngine(EngineSettings()), serving_added=None)
+    failures: list[Exception] = []
+    guest: Any = SimpleNamespace(fail=failures.append)
+    owner: Any = SimpleNamespace(take_over=fails)
+    executor = LentExecutor(lender, guest, owner, link.EngineLink(theirs), budget=Budget(128, 8))
+    executor.take_over(whole.earlier(messages.Control("drain")))
+    assert "a page with two owners" in str(failures[0])
+    for connection in (ours, theirs):
+        connection.close()
+
+
 def test_a_rollout_engine_that_cannot_even_leave_is_not_servings(device: Device, folders: tuple[Path, Path]) -> None:
     engine: Any = device.guest.engine
     engine.limit_kv = engine.release_weights = device.memory.remove_rollouts = fails  # type: ignore[method-assign]
@@ -111,6 +153,18 @@ def test_a_rollout_engine_that_cannot_even_leave_is_not_servings(device: Device,
     device.rollout.until(lambda: device.rollout.failed is not None)
     still_serves(device, folders)
     assert ask(device, "status").state == "failed" and device.guest.port is None
+
+
+def test_a_dry_run_ends_with_what_fails_in_it(device: Device, folders: tuple[Path, Path]) -> None:
+    ask(device, "dry_run")
+    device.lender.dry_run.decide = fails  # type: ignore[method-assign, union-attr]
+    still_serves(device, folders)
+    status = ask(device, "status")
+    assert status.state == "failed" and status.dry_run is None
+    device.serving.send(messages.Control("dry_run", tag=9))
+    device.serving.until(lambda: device.serving.replies[-1].tag == 9)
+    fault = device.serving.replies[-1].fault
+    assert fault is not None and "restart the device" in (fault.hint or "")
 
 
 def test_a_failure_while_a_rollout_front_goes_is_not_servings(device: Device, folders: tuple[Path, Path]) -> None:

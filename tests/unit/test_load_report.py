@@ -99,6 +99,16 @@ def test_a_violation_minute_is_one_with_more_than_one_miss_in_a_hundred():
     assert report["worst_minute_ttft_p99_ms"] == 900
 
 
+def test_a_gap_belongs_to_the_minute_of_its_request():
+    records = [record(30, [0.1, 0.2]), record(59, [0.1, 0.2, 2.1]), record(90, [0.1, 0.6])]
+    records += [record(150, [0.1]), record(150, [0.1, 9.0], Outcome.CUT, 9.5)]
+    report = report_of(records, BUDGET, 180.0)
+    assert [minute["itl_p99_ms"] for minute in report["per_minute"]] == [1900, 500, None]
+    assert report["worst_minute_itl_p99_ms"] == 1900
+    (row,) = [line.split() for line in table(report, BUDGET).splitlines() if "ITL" in line]
+    assert row[-2:] == ["1,900", "-"], "gaps have a worst minute and no budget"
+
+
 @pytest.mark.parametrize("count, tail", [(999, "p95"), (1000, "p99")])
 def test_p99_needs_a_thousand_requests(count, tail):
     records = [record(number * 0.01, [0.001 * (number + 1), 2.0]) for number in range(count)]

@@ -135,6 +135,18 @@ SWAP = MemoryLimits(regrowth="swap", hold_s=10)
             [(0, 10, {"stretch": 2.0}, 50, "open"), (1, 30, {"stretch": 2.0}, 50, "open")],
         ),
         ("and a longer watermark", SWAP, [(0, 10, {}, 70, "open"), (1, 11, {"stretch": 2.0}, 35, "frozen")]),
+        (
+            "what the system refuses serving comes from rollouts",
+            SWAP,
+            [
+                (0, 10, {}, 70, "open"),
+                (1, 10, {"asks": 5, "rollouts": 40, "refused": 3}, 37, "pressure"),
+                (2, 15, {"rollouts": 37}, 37, "frozen"),
+                (3, 50, {"asks": 5, "rollouts": 12, "refused": 5}, 7, "pressure"),
+                (4, 50, {"asks": 9, "rollouts": 7, "refused": 9}, 0, "pressure"),
+            ],
+        ),
+        ("unless they hold none", SWAP, [(0, 10, {}, 70, "open"), (1, 10, {"asks": 5, "refused": 3}, 70, "open")]),
     ],
 )
 def test_stories(story: str, limits: MemoryLimits, steps: list[tuple[float, int, dict, int, str]]) -> None:
@@ -146,7 +158,7 @@ def test_stories(story: str, limits: MemoryLimits, steps: list[tuple[float, int,
 
 def _sample(serving: int, asks: int = 0, rollouts: int = 0, stretch: float = 1.0, **other: int | None) -> MemorySampled:
     swapped = bool(other.get("swap"))
-    return MemorySampled(serving, rollouts, asks, stretch, other.get("owner"), swapped)
+    return MemorySampled(serving, rollouts, asks, stretch, other.get("owner"), swapped, other.get("refused") or 0)
 
 
 def test_decisions_come_in_the_order_in_which_they_are_obeyed_and_say_why() -> None:
@@ -158,6 +170,10 @@ def test_decisions_come_in_the_order_in_which_they_are_obeyed_and_say_why() -> N
         Evict(35, "rollouts hold 70 pages of 35"),
     ]
     assert policy.observe(MemorySampled(21, 40), 3.0) == [Evict(5, "rollouts hold 40 pages of 35")]
+    assert policy.observe(MemorySampled(21, 35, 2, refused_pages=2), 4.0) == [
+        SetRolloutBudget(33, "the system has no memory for 2 pages that serving needs"),
+        Evict(2, "rollouts hold 35 pages of 33"),
+    ]
 
 
 def test_the_stretch_is_shown_and_has_an_end() -> None:
@@ -258,6 +274,12 @@ class MemoryHolds(RuleBasedStateMachine):
         self.serving += pages
         self._observe()
 
+    @rule(pages=st.integers(1, 200))
+    def the_system_refuses(self, pages: int) -> None:
+        pages, before = min(pages, self.total - self.serving), self.rollouts
+        self._observe(asks=pages, refused=pages)
+        assert self.rollouts <= max(0, before - pages), "rollouts keep what serving lacks"
+
     @rule(share=st.floats(0, 1))
     def serving_ends(self, share: float) -> None:
         self.serving = int(self.serving * share)
@@ -294,8 +316,10 @@ class MemoryHolds(RuleBasedStateMachine):
             assert len(growths) <= len(self.swaps_s)
             assert all(any(swap_s <= growth_s for swap_s in self.swaps_s) for growth_s in growths)
 
-    def _observe(self, asks: int = 0, stretch: float = 1.0, owner: int | None = None, swapped: bool = False) -> None:
-        sample = MemorySampled(self.serving, self.rollouts, asks, stretch, owner, swapped)
+    def _observe(
+        self, asks: int = 0, stretch: float = 1.0, owner: int | None = None, swapped: bool = False, refused: int = 0
+    ) -> None:
+        sample = MemorySampled(self.serving, self.rollouts, asks, stretch, owner, swapped, refused)
         cuts = self.policy.cuts
         for decision in self.policy.observe(sample, self.now_s):
             if isinstance(decision, SetRolloutBudget):

@@ -247,6 +247,30 @@ def test_the_model_that_comes_first_is_never_short_while_the_other_holds_a_page(
     assert len(serving.acquire(9, urgent=True)) == 7 and rollout.held == 0
 
 
+def test_what_the_system_has_no_memory_for_comes_from_the_other_model(
+    pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    def give_up(asked: int, refused: int) -> None:
+        told.append((asked, refused))
+        rollout.give_back(range(max(0, rollout.held - refused), rollout.held))
+
+    told: list[tuple[int, int]] = []
+    serving = PageShare(VirtualRange(pool, 16, "serving"), budget_pages=16, on_refused=give_up)
+    rollout = PageShare(VirtualRange(pool, 16, "rollout"), budget_pages=8)
+    assert len(rollout.acquire(5)) == 5
+    rollout.give_back([4])
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert serving.acquire(3) == [] and told == [], "in no hurry it takes nothing from anybody"
+    assert serving.acquire(3, urgent=True) == [0, 1, 2] and told == [(3, 2)], "one was spare"
+    assert rollout.held == 2 and "no memory for" in serving.refused
+    assert serving.acquire(5, urgent=True) == [3, 4] and rollout.held == 0, "all that there is"
+    assert serving.acquire(1, urgent=True) == [] and len(told) == 2, "there is nobody left to ask"
+    assert rollout.acquire(1, urgent=True) == [] and len(told) == 2
+
+
 class PagesHold(RuleBasedStateMachine):
     """Whatever order calls come in: one owner per page, contents stay with it, the system counts what we count."""
 

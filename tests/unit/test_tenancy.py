@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +129,28 @@ def test_when_not_all_fit_the_least_work_goes_and_the_rest_is_moved(device: Devi
     for request in requests:
         output = device.outputs[request.request_id]
         assert output.finish_reason == "length" and output.same_as(kind.alone(request))
+
+
+def test_rollouts_give_up_the_pages_that_the_system_refuses_serving(
+    device: Device, kind: EngineKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    requests = long_ones(8)
+    spread_out(device, requests)
+    memory, serving = device.memory, device.memory.serving.memory.pool
+    held, spare = memory.rollout.share.held, memory.pages.spare
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    blocks = serving.allocate((spare + 2) * PAGE_BLOCKS)
+    assert blocks is not None, "serving waits for a page while rollouts hold some"
+    assert memory.rollout.share.held == memory.rollout.share.budget_pages == held - 2
+    memory.pages.check()
+    run(device.rollouts, outputs=device.outputs)
+    for request in requests:
+        output, alone = device.outputs[request.request_id], kind.alone(request)
+        assert output.same_as(alone) == (request.request_id not in device.aborted)
+    serving.release(blocks)
 
 
 def test_copies_are_bounded_and_then_whoever_is_in_the_way_goes(

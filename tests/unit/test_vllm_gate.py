@@ -239,6 +239,22 @@ def test_a_dry_run_adds_up_and_runs_nothing(world: World) -> None:
     assert not world.gate.is_keen(has_work=False)
 
 
+def test_a_dry_run_counts_whatever_is_stopped(world: World) -> None:
+    world.want(dry_run=True, stopped="paused by the owner", tokens=0, sequences=0)
+    assert not world.is_open()
+    world.now_s += 1.0
+    assert not world.is_open()
+    assert world.gate.lent().dry_run_tokens > 0
+
+
+def test_a_dry_run_keeps_the_owners_limit_on_time(world: World) -> None:
+    world.want(dry_run=True, compute_share=0.1)
+    for _ in range(11):
+        assert not world.is_open()
+        world.now_s += 1.0
+    assert 0.9 < world.gate.lent().dry_run_lent_s < 1.3
+
+
 def test_the_owner_resumes_after_a_trip(world: World) -> None:
     for key in range(4):  # four first tokens that were late by what was lent in front of them
         world.gate.began(DECODE, world.now_s)

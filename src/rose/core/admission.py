@@ -10,7 +10,8 @@
 
 Time is turned into a step by the rollout model's upper estimate: all sequences that decode and as many prompt tokens as
 fit, or, if not even those fit, fewer sequences. While serving has work, a smaller step must be nearly as efficient as
-a full one: where fixed costs dominate, many small steps would take serving's time and give little.
+a full one: where fixed costs dominate, many small steps would take serving's time and give little. Whoever plans a step
+and finds that it must be smaller still asks that again (`is_worth_it`).
 
 A grant says until when its step may *start*, so that however late it starts and however many follow, the last one ends,
 by its upper estimate, before the time that was allowed is over.
@@ -44,6 +45,7 @@ MODES: tuple[Mode, ...] = ("idle", "decode", "paper", "alternate", "fcfs")
 SHRINK_TRIES = 4  # each a fifth smaller than the last
 STUCK_S = 5.0  # of an idle device on which no step fits, before its upper estimates are doubted
 START_GRACE_S = 0.0005  # from a decision to its step's start, in a loop that does both
+GRACE_DECAY, GRACE_SHARE_MAX = 0.99, 0.25  # after a step that began in time; of the block limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,15 @@ class LendingLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class StepKinds:
+    """A rollout step, and what it would be of its decodes or its prompts alone."""
+
+    whole: StepFeatures
+    decodes: StepFeatures
+    prompts: StepFeatures
+
+
+@dataclass(frozen=True, slots=True)
 class _Step:
     """A rollout step of so many decoding sequences and prompt tokens."""
 
@@ -101,6 +112,12 @@ class _Step:
         depth = prompts * self.context_tokens  # a turn's new prompt comes after the turns before it
         by_context = cached + prompt * depth + prompt * (prompt + 1) // 2
         return StepFeatures(self.tokens, cached + depth + prompt, by_context, self.decodes + prompts)
+
+    @property
+    def kinds(self) -> StepKinds:
+        context = self.context_tokens
+        decodes, prompts = _Step(self.decodes, 0, context), _Step(0, self.prompt_tokens, context)
+        return StepKinds(self.features, decodes.features, prompts.features)
 
 
 class Admission:
@@ -130,6 +147,8 @@ class Admission:
         self._is_rollouts_turn = False
         self._stuck_since_s: float | None = None  # serving has had no work since, and no step fitted
         self.is_stuck = False  # by the last decision: serving has no work, and no step fits
+        self._grace_s = START_GRACE_S
+        self._efficiency = 1.0  # of the step that was granted last, against a full one's
 
     def decide(self, view: ServingView, rollout: RolloutView, now_s: float) -> Grant:
         self.is_stuck = False
@@ -160,6 +179,19 @@ class Admission:
 
     def is_latched(self, now_s: float) -> bool:
         return now_s < self._latched_until_s
+
+    def began(self, *, in_time: bool) -> None:
+        """A granted step was planned; if its grant was over by then, planning has twice the time from now on."""
+        if in_time:
+            self._grace_s = max(START_GRACE_S, GRACE_DECAY * self._grace_s)
+        else:
+            self._grace_s = max(START_GRACE_S, min(2 * self._grace_s, GRACE_SHARE_MAX * self.block_s))
+
+    def is_worth_it(self, step: StepKinds, granted: StepKinds) -> bool:
+        """Whether a step may run beside serving that had to be planned smaller than what the last grant came to."""
+        if self.mode != "decode":
+            return True
+        return self._efficiency * self._efficiency_of(step, granted) >= self.limits.efficiency_min
 
     def expected_s(self, grant: Grant, rollout: RolloutView) -> float:
         """About how long the granted step takes; for dry runs and reports."""
@@ -235,11 +267,12 @@ class Admission:
         return _Step(decodes, min(rollout.prompt_tokens, room), rollout.context_tokens)
 
     def _grant(self, full: _Step, allowed_s: float, now_s: float, reason: str, *, is_idle: bool) -> Grant:
-        step_s_max = allowed_s - START_GRACE_S
+        step_s_max = allowed_s - self._grace_s
         step = self._largest(full, step_s_max)
         if step is None:
             return _closed(now_s, f"no step fits: {reason}")
-        if step is not full and not is_idle and not self._is_efficient(step, full):
+        self._efficiency = 1.0 if is_idle or step is full else self._efficiency_of(step.kinds, full.kinds)
+        if self._efficiency < self.limits.efficiency_min:
             return _closed(now_s, f"only an inefficient step fits: {reason}")
         until_s = now_s + allowed_s - self.rollout.upper(step.features)
         return Grant(step.tokens, self._sequences(step), until_s, reason, step_s_max)
@@ -274,17 +307,17 @@ class Admission:
             share *= 0.8
         return small
 
-    def _is_efficient(self, step: _Step, full: _Step) -> bool:
+    def _efficiency_of(self, step: StepKinds, full: StepKinds) -> float:
         """Work per second against a full step's; a token is worth what it costs in a batch of its kind."""
-        context = full.context_tokens
-        decode_s = self.rollout.predict(_Step(full.decodes, 0, context).features) / max(1, full.decodes)
-        prompt_s = self.rollout.predict(_Step(0, full.prompt_tokens, context).features) / max(1, full.prompt_tokens)
-        rates = [
-            (decode_s * taken.decodes + prompt_s * taken.prompt_tokens)
-            / (self.rollout.predict(taken.features) + self.limits.switch_s)
+        decode_s, prompt_s = (
+            self.rollout.predict(kind) / max(1, kind.new_tokens) for kind in (full.decodes, full.prompts)
+        )
+        one, other = (
+            (decode_s * taken.decodes.new_tokens + prompt_s * taken.prompts.new_tokens)
+            / (self.rollout.predict(taken.whole) + self.limits.switch_s)
             for taken in (step, full)
-        ]
-        return rates[0] >= self.limits.efficiency_min * rates[1]
+        )
+        return one / other
 
     def _sequences(self, step: _Step) -> int:
         return self.limits.rollout_sequences if step.prompt_tokens else step.decodes

@@ -5,8 +5,10 @@ that serving alone would have met, and requests that kept their budgets. One ste
 late steps count as a share; a deadline lost to lending counts one by one. It resumes after a cool-down, which doubles
 while it keeps tripping, or when the owner says so. Late steps alone have harmed nobody yet, and the estimates have
 learnt from them: a machine that changed its pace needs seconds, one that lost deadlines a minute. Each of the two has a
-cool-down of its own: a machine whose steps were late for an hour does not rest the longer for a deadline lost then. The
-owner's pause ends only by the owner.
+cool-down of its own: a machine whose steps were late for an hour does not rest the longer for a deadline lost then.
+
+Whom late steps have harmed shows when requests end, often while lending rests for them already: such a rest forgives
+late steps only, and deadlines that turn out to be lost lengthen it. The owner's pause ends only by the owner.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ class Breaker:
         self._total = _Second(0)
         self._paused: str | None = None
         self._tripped: str | None = None
+        self._resting: _Rest | None = None
         self._until_s = 0.0
         self._lost, self._late = _Rest(self.limits.cool_down_s), _Rest(self.limits.late_cool_down_s)
 
@@ -85,7 +88,8 @@ class Breaker:
 
     def resume(self) -> None:
         """By the owner: at once, with a clean slate."""
-        self._paused = self._tripped = None
+        self._paused = self._tripped = self._resting = None
+        self._until_s = 0.0
         self._lost.factor = self._late.factor = 1
         self._forget()
 
@@ -93,21 +97,28 @@ class Breaker:
 
     def why_stopped(self, now_s: float) -> str | None:
         """The reason not to lend now, or None."""
-        if self._tripped is not None and now_s >= self._until_s:
-            self._tripped = None
-            self._forget()
-        if self._tripped is None:
+        if self._resting is not None and now_s >= self._until_s:
+            self._end_rest()
+        if self._resting is not self._lost:
             self._expire(now_s)
             crossed = self._crossed()
-            if crossed is not None:
+            if crossed is not None and crossed[1] is not self._resting:
                 self._trip(*crossed, now_s)
         return self._paused or self._tripped
 
     def _trip(self, reason: str, rest: _Rest, now_s: float) -> None:
         self.trips += 1
-        self._tripped = f"circuit breaker: {reason}"
+        self._tripped, self._resting = f"circuit breaker: {reason}", rest
         rest.begin(now_s)
-        self._until_s = rest.until_s
+        self._until_s = max(self._until_s, rest.until_s)
+
+    def _end_rest(self) -> None:
+        """What it was for is forgotten; after lost deadlines that is everything."""
+        if self._resting is self._late:
+            self._forget_steps()
+        else:
+            self._forget()
+        self._tripped = self._resting = None
 
     def _crossed(self) -> tuple[str, _Rest] | None:
         """Which limit, in words, and the rest that is due for it."""
@@ -135,6 +146,10 @@ class Breaker:
             gone = self._seconds.popleft()
             for name in ("lent", "late", "lost", "requests", "attained"):
                 setattr(self._total, name, getattr(self._total, name) - getattr(gone, name))
+
+    def _forget_steps(self) -> None:
+        for counted in (*self._seconds, self._total):
+            counted.lent = counted.late = 0
 
     def _forget(self) -> None:
         self._seconds.clear()

@@ -13,7 +13,8 @@ that the budget holds still. Cutting late costs a user's deadline, growing early
 Growing back never starts within `hold_s` of the last cut. By the rule `swap` (the paper's) it happens at the next
 weight swap that finds room, to all that leaves the headroom free; by `hysteresis` a step at a time, each after
 `step_s` in which it would have left the headroom free, the first after `hold_s` of that. Only a cut, or the device's
-owner, lowers a budget.
+owner, lowers a budget. A pool is a promise of the system's: if it has no memory for a page that serving needs, that is
+a cut too, by which rollouts give up as many pages as the system refused.
 
 Lending makes serving's requests live longer, and a request that lives twice as long holds its memory twice as long:
 the same traffic will need that much more. So the headroom is multiplied by `lending_stretch` (how much longer requests
@@ -95,7 +96,8 @@ class MemorySampled:
     """A fact: where the pages are. `serving_pages` hold blocks of its requests; what is only cached can go.
 
     `serving_asks_pages` is what serving needs for its next step beyond those; `owner_limit_pages` is the most the
-    device's owner allows rollouts; `weights_swapped` says that new weights came since the last sample.
+    device's owner allows rollouts; `weights_swapped` says that new weights came since the last sample; the system has
+    no memory for `refused_pages` of those that serving asks for.
     """
 
     serving_pages: int
@@ -104,6 +106,7 @@ class MemorySampled:
     lending_stretch: float = 1.0
     owner_limit_pages: int | None = None
     weights_swapped: bool = False
+    refused_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,7 @@ class MemoryPolicy:
         limit = sample.owner_limit_pages
         if limit is not None and limit < self._budget:
             decisions += self._set(limit, f"the owner allows {limit} pages")
-        if self._over_watermark(sample):
+        if self._over_watermark(sample) or (sample.refused_pages and sample.rollout_pages):
             decisions += self._cut(sample, now_s)
         elif self.state is not State.PRESSURE:
             decisions += self._grow(sample, now_s)
@@ -212,9 +215,15 @@ class MemoryPolicy:
         self.cuts += 1
         self._last_cut_s, self._roomy_since_s = now_s, None
         self._swap_seen = False
-        pages = min(self._budget // 2, self._most_under_watermark(sample))
-        held = sample.serving_pages + sample.serving_asks_pages
-        return self._set(pages, f"serving needs {held} pages and has {self.pages_total - self._budget}")
+        pages, reason = self._budget, ""
+        if self._over_watermark(sample):
+            held = sample.serving_pages + sample.serving_asks_pages
+            pages = min(self._budget // 2, self._most_under_watermark(sample))
+            reason = f"serving needs {held} pages and has {self.pages_total - self._budget}"
+        left = max(0, sample.rollout_pages - sample.refused_pages)
+        if sample.refused_pages and left < pages:
+            pages, reason = left, f"the system has no memory for {sample.refused_pages} pages that serving needs"
+        return self._set(pages, reason)
 
     def _grow(self, sample: MemorySampled, now_s: float) -> list[Decision]:
         target = self._target(sample)

@@ -29,6 +29,13 @@ class Ration:
         self._fill(now_s)
         return self._level_s <= 0 or self.share == 0
 
+    def within_s(self, seconds: float, now_s: float) -> float:
+        """How much of so many seconds from now on steps that follow one another may have."""
+        if self.share >= 1 or self.share == 0:
+            return self.share * seconds
+        self._fill(now_s)
+        return max(0.0, min(seconds, self._level_s + self.share * seconds))
+
     def _fill(self, now_s: float) -> None:
         if self._at_s is not None:
             self._level_s = min(BUCKET_S, self._level_s + self.share * (now_s - self._at_s))

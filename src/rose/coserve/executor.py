@@ -92,7 +92,9 @@ def _load(start: messages.Start, link: EngineLink, door: Door | None) -> Executo
     link.send(messages.Progress(f"loading {start.folder} on {start.device} (the first start also compiles, once)"))
     if start.lend is not None:
         assert door is not None, "a device to lend without a door for rollouts"
-        return load_lent(start, start.lend, link, door)
+        lent = load_lent(start, start.lend, link, door)
+        lent.take_over(start.lend)
+        return lent
     module, _, name = start.factory.partition(":")
     factory: Any = importlib.import_module(module)
     for part in name.split("."):

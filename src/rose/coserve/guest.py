@@ -117,6 +117,11 @@ class Guest:
 
     # Coming and going
 
+    def check(self) -> None:
+        """Raises RequestRefused if it will not come back."""
+        if self.failure:
+            raise RequestRefused(self.failure, hint="restart the device to lend it again")
+
     def want(self, is_wanted: bool) -> None:
         """Be here, or be parked until there is work. Raises RequestRefused if it will not come back."""
         self.is_wanted = is_wanted
@@ -148,8 +153,7 @@ class Guest:
 
     def call_back(self) -> None:
         """Be resident again, if there is work: at once from parked, after loading from absent."""
-        if self.failure:
-            raise RequestRefused(self.failure, hint="restart the device to lend it again")
+        self.check()
         if self.is_coming:
             self._called_off = None
             self.close(LOADING)
@@ -189,6 +193,7 @@ class Guest:
         self.failure = f"the rollout model was removed after a failure: {type(error).__name__}: {error}"
         self.close(self.failure)
         self.lender.stop(self.failure)
+        self.lender.dry_run = None
         self.place = "absent"
         port, self.port = self.port, None
         _try(partial(traceback.print_exception, error))

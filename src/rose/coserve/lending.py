@@ -7,7 +7,8 @@ began and ended, and the lender learns from it: step times for both latency mode
 request lost, breaches. It holds no clock and no socket, so the live executor and the simulator run the same object.
 
 A rollout step that serving asked to start in the meantime cannot be stopped; that is why grants are short and why the
-view is made anew before every step.
+view is made anew before every step. Planning one takes time too: it is lent time, and when it is done the loop asks
+whether the step may still begin (`may_begin`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from rose.core.admission import Admission
+from rose.core.admission import Admission, StepKinds
 from rose.core.breaches import Breach, Ledger
 from rose.core.decisions import Grant
 from rose.core.dry_run import DryRun
@@ -27,12 +28,13 @@ from rose.core.gates import GateWatch
 from rose.core.memory import LendingStretch
 from rose.core.ration import Ration
 from rose.core.slo import decode_slack_s, look_ahead, prefill_slack_s
-from rose.engines.base import Budget, Request, StepEngine, StepPlan, TokenEvent
+from rose.engines.base import Budget, PlannedRequest, Request, StepEngine, StepPlan, TokenEvent
 from rose.engines.scheduler import BatchScheduler, LiveRequest
 
 SideName = Literal["serving", "rollout"]
 Decided = Callable[[float, ServingView, RolloutView, Grant], None]
 PLAN_SHRINKS = (0.9, 0.5, 0.0, 0.0)  # a little too long; far too long; at last one token of one sequence
+REFIT_S = 0.01  # at most: 4 ms as a rule, of as many steps as a model keeps
 WAITING_SHOWN = 64  # admission closes long before this many wait; the rest would only cost time to list
 
 
@@ -45,12 +47,16 @@ class ScheduledEngine(StepEngine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """One step that may run now. `upper_s` is how long it takes at most, by estimate."""
+    """One step that may run now. `upper_s` is how long it takes at most, by estimate.
+
+    From `asked_s` to its start rollouts were planned for, to this step or in vain.
+    """
 
     side: SideName
     plan: StepPlan
     upper_s: float
     grant: Grant | None = None
+    asked_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -70,6 +76,7 @@ class Lender:
         self.admission = admission
         self.ledger = Ledger(admission.budgets)
         self.lent_steps = self.lent_tokens = 0
+        self.dropped_steps = 0  # planned too late for their grant
         self.breaches: Counter[str] = Counter()  # by kind
         self.stopped = ""  # why nothing is lent, by the owner or because there is nobody to lend to
         self.held_up = ""  # why rollouts could use nothing just now
@@ -100,9 +107,12 @@ class Lender:
 
     def serving_gone(self, request_id: str, now_s: float) -> list[Breach]:
         """Taken out from outside: cancelled, as by a stop string, or evicted. Judged as if its next token came now."""
-        if self._came.pop(request_id, None) is None:
+        came, answer = self._came.pop(request_id, None), self._answers.pop(request_id, None)
+        if came is None:
             return []
-        tokens = self._answers.pop(request_id, _Answer()).tokens
+        if answer is not None:
+            self._stretched(came, now_s)
+        tokens = answer.tokens if answer is not None else 0
         self._judge(self.ledger.kept_by_leaving(request_id, tokens, now_s), now_s)
         breach = self.ledger.left(request_id, tokens, now_s)
         return self._lost([breach] if breach is not None else [])
@@ -118,27 +128,48 @@ class Lender:
 
     def next_step(self, now_s: float) -> NextStep | None:
         """What to run now, or None if neither side has anything it may run."""
-        step = self._lend(now_s)
+        if not self.serving.scheduler.has_work() and self.admission.block_s >= REFIT_S:
+            self._refit()  # with rollouts that always have something to run there is no better moment
+        grant = self._granted(now_s)
+        step = self._planned(grant, now_s) if grant is not None else None
         if step is not None:
             return step
         plan = self.serving.plan(self._serving_budget)
         if plan is None:
             self._refit()
             return None
-        return NextStep("serving", plan, self.admission.serving.upper(plan.features))
+        asked_s = now_s if grant is not None else None
+        return NextStep("serving", plan, self.admission.serving.upper(plan.features), asked_s=asked_s)
+
+    def may_begin(self, step: NextStep, now_s: float) -> bool:
+        """Whether a step that was planned may still run; if not, drop its plan and ask for the next step again."""
+        if step.grant is None:
+            return True
+        is_open = step.grant.is_open(now_s)
+        self.admission.began(in_time=is_open)
+        if is_open:
+            return True
+        self.dropped_steps += 1
+        self.last_grant = Grant(0, 0, now_s, "the grant was over before its step was planned")
+        self.gate.asked(now_s, is_let=False)
+        self._planned_in_vain(step.asked_s, now_s)
+        return False
 
     def finish(self, step: NextStep, events: Sequence[TokenEvent], begin_s: float, end_s: float) -> list[Breach]:
         """Account for a step that was run; returns the breaches it brought to light."""
         seconds = end_s - begin_s
         if step.side == "rollout":
+            asked_s = begin_s if step.asked_s is None else step.asked_s
+            self.gate.asked(begin_s, is_let=True)
             self.admission.rollout.observe(step.plan.features, seconds)
             self.lent_steps += 1
             self.lent_tokens += step.plan.features.new_tokens
-            self.ration.spend(seconds, end_s)
-            breach = self.ledger.lent(begin_s, end_s, step.upper_s)
+            self.ration.spend(end_s - asked_s, end_s)
+            breach = self.ledger.lent(asked_s, end_s, step.upper_s + (begin_s - asked_s))
             if self.admission.breaker is not None:
                 self.admission.breaker.lent(end_s, is_late=breach is not None)
             return self._counted([breach] if breach is not None else [])
+        self._planned_in_vain(step.asked_s, begin_s)
         self.admission.demand.served(step.plan.features, seconds, end_s)
         self.admission.serving.observe(step.plan.features, seconds)
         self._last_step, self._last_step_s = step.plan.features, seconds
@@ -159,32 +190,47 @@ class Lender:
         self.breaches.update(breach.objective for breach in breaches)
         return breaches
 
-    def _refit(self) -> None:
-        """Nobody has anything to run: the moment for what takes a millisecond or two."""
-        for model in (self.admission.serving, self.admission.rollout):
-            if model.is_refit_due:
-                model.refit()
+    def _planned_in_vain(self, asked_s: float | None, now_s: float) -> None:
+        if asked_s is not None and now_s > asked_s:
+            self.ration.spend(now_s - asked_s, now_s)
+            self.ledger.lent(asked_s, now_s, math.inf)
 
-    def _lend(self, now_s: float) -> NextStep | None:
+    def _refit(self) -> None:
+        """Serving has nothing to run: the moment for what takes milliseconds. One model at a time."""
+        due = [model for model in (self.admission.serving, self.admission.rollout) if model.is_refit_due]
+        if due:
+            due[0].refit()
+
+    def _granted(self, now_s: float) -> Grant | None:
+        """Leave for a step, if there is one to plan."""
         self.last_grant = grant = self._decide(now_s)
         is_open, has_work = grant.is_open(now_s), self.rollout.scheduler.has_work()
-        step = self._planned(grant) if is_open and has_work else None
-        self._watch(has_work, step is not None if has_work else is_open, now_s)
-        return step
+        if is_open and has_work:
+            return grant
+        self._watch(has_work, is_open, now_s)
+        return None
 
-    def _planned(self, grant: Grant) -> NextStep | None:
+    def _planned(self, grant: Grant, now_s: float) -> NextStep | None:
         tokens, sequences = grant.tokens, grant.sequences
+        first: StepPlan | None = None
         for shrink in PLAN_SHRINKS:
             plan = self.rollout.plan(Budget(tokens, sequences))
             if plan is None or not plan.items:
-                return None
+                break
+            if first is not None and not self._is_worth_it(plan, first):
+                break
             upper_s = self.admission.rollout.upper(plan.features)
             if upper_s <= grant.step_s_max:
-                return NextStep("rollout", plan, upper_s, grant)
+                return NextStep("rollout", plan, upper_s, grant, now_s)
             # Not the step that admission had in mind: more prompts, or deeper ones. The most that could fit is less.
+            first = first or plan
             tokens = max(1, int(plan.features.new_tokens * min(shrink, grant.step_s_max / upper_s)))
             sequences = max(1, int(plan.features.sequences * shrink))
+        self._watch(True, False, now_s)
         return None
+
+    def _is_worth_it(self, plan: StepPlan, first: StepPlan) -> bool:
+        return not self.serving.scheduler.has_work() or self.admission.is_worth_it(_kinds(plan), _kinds(first))
 
     def _watch(self, has_work: bool, is_let: bool, now_s: float) -> None:
         """Whether rollouts stand still behind the gate, or would those that have left."""
@@ -196,10 +242,10 @@ class Lender:
             self.gate.left(now_s)
 
     def _decide(self, now_s: float) -> Grant:
+        if self.dry_run is not None:  # also of a device on which nothing is lent
+            return self.dry_run.decide(self.serving_view(), self.ration, now_s)
         if self.stopped or self.held_up:
             return Grant(0, 0, now_s, self.stopped or self.held_up)
-        if self.dry_run is not None:
-            return self.dry_run.decide(self.serving_view(), now_s)
         if self.ration.is_spent(now_s):
             return Grant(0, 0, now_s, f"rollouts have had their {self.ration.share:.0%} of the time, the owner's limit")
         view, rollouts = self.serving_view(), self._wanting(now_s)
@@ -228,10 +274,13 @@ class Lender:
         if event.finish_reason is None:
             return breach
         del self._answers[name]
-        arrival_s, lent_before_s = self._came.pop(name)
-        self.stretch.finished(now_s - arrival_s, self.ledger.total_lent_s - lent_before_s)
+        self._stretched(self._came.pop(name), now_s)
         self._judge(self.ledger.kept(name, answer.tokens, now_s), now_s)
         return self.ledger.finished(name, answer.tokens, now_s) or breach
+
+    def _stretched(self, came: tuple[float, float], now_s: float) -> None:
+        arrival_s, lent_before_s = came
+        self.stretch.finished(now_s - arrival_s, self.ledger.total_lent_s - lent_before_s)
 
     # How it stands
 
@@ -300,3 +349,13 @@ class Lender:
 
 def _waiting(live: LiveRequest) -> WaitingRequest:
     return WaitingRequest(live.request.arrival_s, len(live.token_ids) - live.computed)
+
+
+def _kinds(plan: StepPlan) -> StepKinds:
+    decodes = tuple(item for item in plan.items if _is_decode(item))
+    prompts = tuple(item for item in plan.items if not _is_decode(item))
+    return StepKinds(plan.features, StepPlan(0, decodes).features, StepPlan(0, prompts).features)
+
+
+def _is_decode(item: PlannedRequest) -> bool:
+    return item.new_tokens == 1 and item.samples

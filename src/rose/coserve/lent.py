@@ -55,8 +55,12 @@ class LentExecutor:
             on_add=lender.serving_added,
             on_gone=self._serving_gone,
             on_control=self._obey_owner,
-            lending=owner.status,
+            lending=self._status,
         )
+
+    def take_over(self, lend: messages.Lend) -> None:
+        """Before `run`: what held for lending in the engine before this one."""
+        self._guarded(partial(self._owner.take_over, lend))
 
     def run(self) -> None:
         serving = self._serving
@@ -96,6 +100,8 @@ class LentExecutor:
             return self._lender.next_step(self._now_s())
 
     def _run(self, port: Port, step: NextStep) -> None:
+        if not self._lender.may_begin(step, self._now_s()):
+            return
         started = port.started_by(step.plan)
         begin_s = self._now_s()
         events = port.engine.step(step.plan)
@@ -112,10 +118,10 @@ class LentExecutor:
         self._serving.link.send(messages.Breached(breach))
 
     def _sleep(self) -> None:
+        self._serving.tell_facts()
+        self._guarded(self._tell_rollouts)
         port = self._guest.port
         ports = [self._serving] + ([port] if port is not None else [])
-        for each in ports:
-            each.tell_facts()
         has_rollouts = port is not None and self._lender.rollout.scheduler.has_work() and not self._lender.stopped
         guests = [self._door.fileno()] if self._door is not None and port is None else []
         wait_any([each.link for each in ports], ASK_AGAIN_S if has_rollouts else math.inf, also=guests)
@@ -141,6 +147,10 @@ class LentExecutor:
         if port.leaving or port.link.is_stalled or port.link.is_overfull:
             guest.detach()
 
+    def _tell_rollouts(self) -> None:
+        if self._guest.port is not None:
+            self._guest.port.tell_facts()
+
     def _obey_owner(self, control: messages.Control) -> None:
         """The owner's word is carried out by rollouts' code: what fails there is theirs, and he is told."""
         try:
@@ -150,6 +160,16 @@ class LentExecutor:
         except Exception as error:
             self._guest.fail(error)
             raise RequestRefused(self._guest.failure, hint="restart the device to lend it again") from error
+
+    def _status(self) -> messages.LendingStatus | None:
+        """In every reply to serving, made by rollouts' code: if that fails serving is told so, or at worst nothing."""
+        try:
+            return self._owner.status()
+        except Exception as error:
+            if self._guest.failure:
+                return None
+            self._guest.fail(error)
+            return self._status()
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Do something for the rollouts; whatever it raises, serving does not notice."""

@@ -29,10 +29,11 @@ from rose.coserve.link import EngineLink
 from rose.coserve.owner import Owner
 from rose.coserve.pages import PagePool, group_of
 from rose.coserve.profiling import profile
-from rose.coserve.tenancy import SharedMemory
+from rose.coserve.tenancy import SharedMemory, Tenant
 from rose.engines.base import Budget
 from rose.engines.embedded.engine import MIB, EmbeddedEngine
 from rose.engines.embedded.memory import block_bytes
+from rose.engines.scheduler import Limits
 from rose.errors import ConfigError
 from rose.models.folder import served_spec
 from rose.observe.journal import line_of
@@ -70,7 +71,7 @@ def load_lent(start: messages.Start, lend: messages.Lend, link: EngineLink, door
     owner = Owner(lender, guest, memory, time.monotonic)
     owner.limit(terms.memory_share, terms.compute_share)
     if terms.journal is not None:
-        _keep_journal(lender, link)
+        _keep_journal(lender, memory, link)
     link.send(messages.Ready(engines[0].facts()))
     return LentExecutor(lender, guest, owner, link, budget=budget, door=door)
 
@@ -112,23 +113,30 @@ def _engines(
     engines, models = [], []
     for side, tenant in zip(sides, (memory.serving, memory.rollout), strict=True):
         engine = EmbeddedEngine.load(side.folder, side.settings, device=device, memory=tenant.memory)
-        limits = engine.scheduler.limits
-        held = tenant.blocks_within(tenant.share.budget_pages) * limits.block_tokens
-        if held < limits.max_context_tokens:
-            raise ConfigError(
-                f"the KV memory that {side.folder.name} may have holds {held} tokens, less than one context of "
-                f"{limits.max_context_tokens}",
-                hint="raise engine.kv_memory_mb, lower lend.headroom_share, or lower max_context_tokens "
-                "(engine.max_context_tokens for serving, lend.max_context_tokens for rollouts)",
-            )
+        _check_context(side.folder.name, engine.scheduler.limits, tenant, memory)
         link.send(messages.Progress(f"learning how long steps of {side.folder.name} take"))
         model = LatencyModel()
         profile(engine, model, side.settings.max_step_tokens)
         tenant.memory.pool.forget_digests()
         tenant.memory.pool.shrink(tenant.memory.pool.pages_held)
+        memory.policy.restart()
+        memory.observe()  # what was taken from rollouts, to try serving's largest steps, is theirs again
         engines.append(engine)
         models.append(model)
     return engines, models
+
+
+def _check_context(name: str, limits: Limits, tenant: Tenant, memory: SharedMemory) -> None:
+    """Rollouts give way to serving, so that it may have every page; they never have what is its headroom."""
+    is_serving = tenant is memory.serving
+    held = tenant.blocks_within(memory.pages.pages if is_serving else tenant.share.budget_pages) * limits.block_tokens
+    if held < limits.max_context_tokens:
+        ways = "engine.max_context_tokens" if is_serving else "lend.max_context_tokens or lend.headroom_share"
+        raise ConfigError(
+            f"the KV memory that {name} may have holds {held} tokens, less than one context of "
+            f"{limits.max_context_tokens}",
+            hint=f"raise engine.kv_memory_mb or lower {ways}",
+        )
 
 
 def _admission(terms: LendSettings, own: EngineSettings, models: Sequence[LatencyModel]) -> Admission:
@@ -178,10 +186,13 @@ def warnings(admission: Admission, context_tokens: int) -> Iterator[str]:
         )
 
 
-def _keep_journal(lender: Lender, link: EngineLink) -> None:
+def _keep_journal(lender: Lender, memory: SharedMemory, link: EngineLink) -> None:
     vocabulary = core_vocabulary()
 
-    def note(now_s: float, view: Any, rollouts: Any, grant: Any) -> None:
-        link.send(messages.Noted(line_of(vocabulary, now_s, LendingAsked(view, rollouts), [grant])))
+    def note(now_s: float, fact: Any, decisions: Sequence[Any]) -> None:
+        link.send(messages.Noted(line_of(vocabulary, now_s, fact, decisions)))
 
-    lender.on_decision = note
+    def note_grant(now_s: float, view: Any, rollouts: Any, grant: Any) -> None:
+        note(now_s, LendingAsked(view, rollouts), [grant])
+
+    lender.on_decision, memory.on_decisions = note_grant, note

@@ -27,10 +27,15 @@ LendingState = Literal["lending", "paused", "drained", "parked", "dry_run", "act
 
 
 class Lend(msgspec.Struct, frozen=True):
-    """The rollout model a device is lent to, and on what terms. Its KV memory is part of the serving model's."""
+    """The rollout model a device is lent to, and on what terms. Its KV memory is part of the serving model's.
+
+    `words` is what the owner said to the engines before this one, obeyed before its first step.
+    """
 
     folder: str
     terms: LendSettings
+    words: tuple[Control, ...] = ()
+    held_back: str = ""  # why nothing is lent until the owner says `resume`
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

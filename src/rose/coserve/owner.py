@@ -5,8 +5,10 @@
            model stays parked (see guest.py).
 `remove`   the same, and its weights go too.
 `resume`   lend again, whatever stopped it; the circuit breaker starts afresh.
-`dry_run`  lend nothing, and add up what lending would have given.
+`dry_run`  lend nothing, and add up what lending would have given, whatever else stops it; `resume` ends it.
 `limits`   the most memory and time that rollouts may have.
+
+An engine that follows another takes over what held there, before its first step.
 """
 
 from __future__ import annotations
@@ -45,11 +47,20 @@ class Owner:
                 self._lender.stop(DRAINED)
                 self._guest.leave("absent", DRAINED)
             case "dry_run":
+                self._guest.check()
                 self._lender.dry_run = DryRun(self._lender.admission, self._now_s())
             case "limits":
                 self.limit(control.memory_share, control.compute_share)
         if control.action != "status":
             self._guest.tell()
+
+    def take_over(self, lend: messages.Lend) -> None:
+        """What held in the engine before this one: obeyed again, and rollouts held back if they may have ended it."""
+        if lend.held_back:
+            self._lender.stop(lend.held_back)
+            self._guest.leave("parked", lend.held_back)
+        for word in lend.words:
+            self.obey(word)
 
     def limit(self, memory_share: float | None, compute_share: float | None) -> None:
         for name, share in (("memory", memory_share), ("compute", compute_share)):
@@ -74,18 +85,19 @@ class Owner:
     # Status
 
     def status(self) -> messages.LendingStatus:
+        """Raises whatever rollouts' code raises; one that has failed is not asked again."""
         lender, guest, memory = self._lender, self._guest, self._memory
-        memory_status, facts = memory.policy.status(), guest.engine.facts()
+        memory_status, facts = memory.policy.status(), None if guest.failure else guest.engine.facts()
         return messages.LendingStatus(
             state=self._state(),
             why=lender.stopped or guest.closed or lender.last_grant.reason,
             mode=lender.admission.mode,
             model=guest.place,
-            model_bytes=guest.engine.weights_bytes,
+            model_bytes=guest.engine.weights_bytes if facts is not None else 0,
             activation_s=guest.activation_s,
             parking_s=guest.parking_s,
-            running=facts.running,
-            waiting=facts.waiting,
+            running=facts.running if facts is not None else 0,
+            waiting=facts.waiting if facts is not None else 0,
             lent_steps=lender.lent_steps,
             lent_tokens=lender.lent_tokens,
             lent_s=lender.ledger.total_lent_s,

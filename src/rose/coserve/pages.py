@@ -305,6 +305,10 @@ class PageShare:
     budget or the pool has too few pages, with how many pages the model asks for beyond those it holds; it must make
     them spare and raise the budget before it returns (see `rose.core.memory`: ask the policy, evict, shrink). With it,
     `room` counts every page of the pool. Without it, a model gets what its budget and the pool have.
+
+    `on_refused` is for the same model, when the pool has pages left that the system has no memory for and the other
+    model holds some. It is called with how many pages are asked for and how many of them were refused; those it makes
+    spare come instead.
     """
 
     def __init__(
@@ -313,12 +317,14 @@ class PageShare:
         budget_pages: int,
         group_pages: int = 1,
         on_short: Callable[[int], None] | None = None,
+        on_refused: Callable[[int, int], None] | None = None,
     ) -> None:
         assert memory.pages % group_pages == 0, "a range of broken groups"
         self.memory = memory
         self.budget_pages = budget_pages
         self.group_pages = group_pages
         self.on_short = on_short
+        self.on_refused = on_refused
         self.refused = ""  # why the system last had no memory
         self._away = list(range(memory.pages // group_pages))  # a heap of groups that are not mapped
 
@@ -338,12 +344,13 @@ class PageShare:
     def acquire(self, count: int, *, urgent: bool = False) -> list[int]:
         if urgent and self.on_short is not None and self._room_now() < min(count, self.room()):
             self.on_short(count * self.group_pages)
-        count = min(count, self._room_now())
-        groups = heapq.nsmallest(count, self._away)
+        groups = heapq.nsmallest(min(count, self._room_now()), self._away)
         if not groups:
             return []
         try:
-            self.memory.map(self._places(groups), self.memory.pool.take(count * self.group_pages))
+            handles = self._take(len(groups) * self.group_pages, urgent)
+            groups = groups[: len(handles) // self.group_pages]
+            self.memory.map(self._places(groups), handles)
         except Unavailable as error:
             self.refused = str(error)
             return []
@@ -356,6 +363,19 @@ class PageShare:
         self.memory.unmap(self._places(pages))
         for group in pages:
             heapq.heappush(self._away, group)
+
+    def _take(self, pages: int, urgent: bool) -> list[int]:
+        """From the pool; those that the system has no memory for, from the other model, as many as it holds."""
+        pool = self.memory.pool
+        try:
+            return pool.take(pages)
+        except Unavailable as error:
+            others_hold = pool.created - pool.spare - self.held
+            if not urgent or self.on_refused is None or not others_hold:
+                raise
+            self.refused = str(error)
+            self.on_refused(pages, pages - pool.spare)
+        return pool.take(min(pages, pool.spare // self.group_pages * self.group_pages))
 
     def _room_now(self) -> int:
         return self._groups_in(min(self.budget_pages - self.held, self.memory.pool.left))

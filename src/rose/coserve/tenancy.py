@@ -11,8 +11,8 @@ one could be cleared but by evicting. A copy takes a hundredth of the time of co
 waits meanwhile, so one call copies no more than `MOVED_BYTES_MAX`; whoever stands in the way then is evicted too.
 
 Serving asks in two ways. Before every step the policy sees how much it holds, and makes room early. And if serving's
-own planning runs out of pages all the same, `on_short` makes room on the spot; so serving never waits for a page while
-a rollout holds one.
+own planning runs out of pages all the same, `on_short` makes room on the spot, and `on_refused` if it is the system
+that has no memory for one; so serving never waits for a page while a rollout holds one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from rose.engines.embedded.memory import KvMemory
 from rose.engines.scheduler import BatchScheduler
 
 MOVED_BYTES_MAX = 16 << 20  # two to three milliseconds of one core
+
+Decided = Callable[[float, MemorySampled, Sequence[Decision]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +71,19 @@ class SharedMemory:
         self.weights_swapped = False
         self.moved_blocks = 0
         self.evicted_tokens = 0  # computed, and thrown away
+        self.on_decisions: Decided | None = None  # told of what was decided and from what, if somebody keeps a journal
         self._now_s = now_s
         self._rollouts: BatchScheduler | None = None
         self._on_evicted: Callable[[Sequence[TokenEvent]], None] = lambda events: None
-        self._on_decisions: Callable[[Sequence[Decision]], None] = lambda decisions: None
         self.serving.share.budget_pages = pages.pages
-        self.serving.share.on_short = self.observe
+        self.serving.share.on_short = self.serving.share.on_refused = self.observe
         self.observe()
 
-    def lend_to(
-        self,
-        rollouts: BatchScheduler,
-        on_evicted: Callable[[Sequence[TokenEvent]], None],
-        on_decisions: Callable[[Sequence[Decision]], None] = lambda decisions: None,
-    ) -> None:
-        self._rollouts, self._on_evicted, self._on_decisions = rollouts, on_evicted, on_decisions
+    def lend_to(self, rollouts: BatchScheduler, on_evicted: Callable[[Sequence[TokenEvent]], None]) -> None:
+        self._rollouts, self._on_evicted = rollouts, on_evicted
         self._make_rollouts_fit()
 
-    def observe(self, serving_asks_pages: int = 0) -> None:
+    def observe(self, serving_asks_pages: int = 0, refused_pages: int = 0) -> None:
         """Ask the policy and obey; before every step, and whenever serving is short of this many pages."""
         # A model that asks has dropped what it only cached, so all it holds is needed.
         serving = self.serving.share.held if serving_asks_pages else self.serving.pinned_pages
@@ -97,15 +94,18 @@ class SharedMemory:
             self.stretch.mean,
             self.owner_limit_pages,
             self.weights_swapped,
+            refused_pages,
         )
         self.weights_swapped = False
-        decisions = self.policy.observe(sample, self._now_s())
+        now_s = self._now_s()
+        decisions = self.policy.observe(sample, now_s)
+        if decisions and self.on_decisions is not None:
+            self.on_decisions(now_s, sample, decisions)
         for decision in decisions:
             if isinstance(decision, SetRolloutBudget):
                 self._set_budget(decision.pages)
         if decisions:
             self._make_rollouts_fit()
-            self._on_decisions(decisions)
         if not serving_asks_pages and self.serving.share.groups_over:
             self.serving.memory.pool.shrink(self.serving.share.groups_over)
 

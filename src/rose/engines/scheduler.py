@@ -352,9 +352,13 @@ class BatchScheduler:
         digests, found = self._cached_prefix(sequence)
         for block in found:
             self.pool.take(block)
-        fresh = self.pool.allocate(self._blocks_for(len(sequence.token_ids)) - len(found))
+        fresh = None
+        try:
+            fresh = self.pool.allocate(self._blocks_for(len(sequence.token_ids)) - len(found))
+        finally:  # where pages come from may raise
+            if fresh is None:
+                self.pool.release(found)
         if fresh is None:
-            self.pool.release(found)
             return False
         heapq.heappop(self._waiting)
         self._waiting_count -= 1

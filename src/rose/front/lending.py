@@ -2,7 +2,8 @@
 
 A lost deadline is logged, and every breach journaled with its cause, as it happens (one step in a hundred may be longer
 than its estimate: that is counted, not logged); everything else is asked of the engine when somebody looks. Figures
-are the engine's own and begin anew when it restarts, which Prometheus takes for what it is.
+are the engine's own and begin anew when it restarts, which Prometheus takes for what it is; what the owner said does
+not (standing.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 
 from rose.coserve import messages
 from rose.errors import RoseError, Unavailable
+from rose.front.standing import STOPS
 from rose.front.supervisor import Supervisor
 from rose.observe.journal import Journal
 from rose.observe.metrics import Metrics
@@ -37,11 +39,10 @@ class LendingDesk:
 
     async def ask(self, control: messages.Control) -> messages.LendingStatus:
         """The status after doing it. Raises what the engine refuses with, Unavailable without one."""
-        reply = await self._engine.ask(control)
-        if reply.lending is None:
-            raise Unavailable("this device is not lent")
-        self._last = reply.lending
-        return reply.lending
+        if control.action == "status":
+            return await self._ask(control)
+        # Whoever said it may be gone before the answer: it is remembered all the same.
+        return await asyncio.shield(self._say(control))
 
     async def refresh(self) -> None:
         """Before a scrape."""
@@ -50,6 +51,21 @@ class LendingDesk:
                 await self.ask(messages.Control("status"))
         except (RoseError, TimeoutError):
             return
+
+    async def _say(self, word: messages.Control) -> messages.LendingStatus:
+        # What stops lending holds in the next engine even if this one fails at it.
+        if word.action in STOPS and self._engine.trouble is None:
+            self._engine.orders.said(word)
+        status = await self._ask(word)
+        self._engine.orders.said(word)
+        return status
+
+    async def _ask(self, control: messages.Control) -> messages.LendingStatus:
+        reply = await self._engine.ask(control)
+        if reply.lending is None:
+            raise Unavailable("the device cannot say how it is lent", hint="restart it to lend it again")
+        self._last = reply.lending
+        return reply.lending
 
     def close(self) -> None:
         if self._journal is not None:

@@ -3,7 +3,8 @@
 The first start may fail, and then the device does not start at all: a bad model folder is the user's to mend. Later an
 engine that dies is started again, after a pause that doubles with every quick death; after `QUICK_DEATHS_MAX` of them
 in a row the supervisor gives up, and so does the device. In between, requests are refused with the reason. An engine
-that no longer answers is killed and then treated like any other dead one.
+that no longer answers is killed and then treated like any other dead one. Of a device that is lent, a new engine has
+the owner's word and its limits from its start on, and deaths that rollouts may have caused do not count (standing.py).
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from rose.coserve import messages
 from rose.coserve.channel import DeviceChannel
 from rose.coserve.mailbox import Mailbox
 from rose.engines.base import EngineFacts, Request
 from rose.errors import QueueFull, RoseError, Unavailable
+from rose.front.standing import StandingOrders
 from rose.front.tally import Tally
 
 logger = logging.getLogger("rose.front")
@@ -41,6 +45,7 @@ class Supervisor:
         self.on_step: Callable[[messages.Stepped], None] = lambda stepped: None
         self.on_word: Callable[[messages.Breached | messages.Noted], None] = lambda word: None
         self.on_lending: Callable[[], None] = lambda: None
+        self.orders = StandingOrders(command.lend)
         self._command = command
         self._door = door
         self._on_progress = on_progress
@@ -108,7 +113,8 @@ class Supervisor:
             await self._channel.close()
 
     async def _start_engine(self) -> None:
-        channel = await DeviceChannel.start(self._command, door=self._door, on_progress=self._on_progress)
+        command = msgspec.structs.replace(self._command, lend=self.orders.lend)
+        channel = await DeviceChannel.start(command, door=self._door, on_progress=self._on_progress)
         channel.on_step = lambda stepped: self.on_step(stepped)
         channel.on_word = lambda word: self.on_word(word)
         channel.on_lending = lambda: self.on_lending()
@@ -116,13 +122,16 @@ class Supervisor:
         self._channel = channel
 
     async def _keep(self) -> None:
-        deaths = 0
+        deaths = own_deaths = 0
         while True:
             born_s = time.monotonic()
             if self._channel is not None:
                 self._mourn(await self._until_gone(self._channel))
-            deaths = deaths + 1 if time.monotonic() - born_s < QUICK_DEATH_S else 1
-            if deaths >= QUICK_DEATHS_MAX:
+            is_quick = time.monotonic() - born_s < QUICK_DEATH_S
+            deaths = deaths + 1 if is_quick else 1
+            was_lent = self.orders.died(is_quick=is_quick)
+            own_deaths = (own_deaths if is_quick else 0) + (not was_lent)
+            if own_deaths >= QUICK_DEATHS_MAX:
                 self.gave_up.set_result(
                     Unavailable(
                         f"the engine died {deaths} times in a row, the last time because: {self._reason.what}",

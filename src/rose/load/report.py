@@ -59,7 +59,7 @@ def measure(records: Sequence[Record], budget: Budget) -> Measures:
     ended = _ended(records)
     rows = np.array([(record.scheduled_s, *judged(record, budget)) for record in ended], dtype=np.float64)
     at_s, ttft_s, tpot_s, attained = rows.reshape(-1, 4).T
-    gap_s = np.concatenate([np.empty(0), *(_gaps_s(ended[place]) for place in np.flatnonzero(~np.isnan(attained)))])
+    gap_s = _gaps_s([ended[place] for place in np.flatnonzero(~np.isnan(attained))])
     return Measures(at_s, ttft_s, tpot_s, attained, gap_s)
 
 
@@ -90,6 +90,7 @@ def report_of(records: Sequence[Record], budget: Budget, duration_s: float) -> d
         **_percentiles("itl", measures.gap_s, tail),
         "worst_minute_ttft_p99_ms": _worst(minutes, "ttft_p99_ms"),
         "worst_minute_tpot_p99_ms": _worst(minutes, "tpot_p99_ms"),
+        "worst_minute_itl_p99_ms": _worst(minutes, "itl_p99_ms"),
         "budget_used_ttft": _known(percentile(seen(measures.ttft_s), tail) / budget.ttft_s, 4),
         "budget_used_tpot": _known(percentile(seen(measures.tpot_s), tail) / budget.tpot_s, 4),
         "minutes": len(minutes),
@@ -106,7 +107,8 @@ def per_minute(records: Sequence[Record], measures: Measures) -> list[dict[str, 
     ended = _ended(records)
     rows = []
     for minute, places in by_minute(measures.at_s):
-        verdicts = seen(measures.attained[places])
+        judged_places = places[~np.isnan(measures.attained[places])]
+        verdicts = measures.attained[judged_places]
         if not verdicts.size:
             continue
         rows.append(
@@ -117,6 +119,7 @@ def per_minute(records: Sequence[Record], measures: Measures) -> list[dict[str, 
                 "is_violation": bool(mean(verdicts) < MINUTE_ATTAINMENT),
                 "ttft_p99_ms": _ms(percentile(seen(measures.ttft_s[places]), 99)),
                 "tpot_p99_ms": _ms(percentile(seen(measures.tpot_s[places]), 99)),
+                "itl_p99_ms": _ms(percentile(_gaps_s([ended[place] for place in judged_places]), 99)),
                 "prompt_tokens": sum(ended[place].prompt_tokens for place in places),
                 "output_tokens": sum(ended[place].tokens for place in places),
             }
@@ -157,7 +160,11 @@ def _tpot_s(record: Record) -> float:
     return UNKNOWN
 
 
-def _gaps_s(record: Record) -> Floats:
+def _gaps_s(records: Sequence[Record]) -> Floats:
+    return np.concatenate([np.empty(0), *map(_gaps_of, records)])
+
+
+def _gaps_of(record: Record) -> Floats:
     """Between tokens; a time-out's last gap is the one it waited in vain."""
     stamps = list(record.token_s)
     if stamps and record.outcome is Outcome.TIMED_OUT:

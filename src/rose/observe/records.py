@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rose.core import breaches, decisions, facts, groups
+from rose.core import breaches, decisions, facts, groups, memory
 
 KIND = "kind"
 _FLOAT = "$float"
@@ -77,7 +77,7 @@ class Vocabulary:
 
 def core_vocabulary() -> Vocabulary:
     """Every fact and decision of the core."""
-    return Vocabulary.of(facts, decisions, breaches, groups)
+    return Vocabulary.of(facts, decisions, breaches, groups, memory)
 
 
 def _with_named_floats(value: Any) -> Any:

@@ -131,6 +131,8 @@ class Gate:
 
     def _decide(self, rollouts: RolloutView, now_s: float) -> Grant:
         control = self.control
+        if control.dry_run and self._beside is not None:  # also of an engine for which nothing is lent
+            return self._beside.decide(rollouts, self._ration, now_s)
         if control.stopped:
             return Grant(0, 0, now_s, control.stopped)
         own = Grant(control.tokens, control.sequences, control.until_s, "granted by the agent")
@@ -144,7 +146,7 @@ class Gate:
             return Grant(
                 0, 0, now_s, f"rollouts have had their {self._ration.share:.0%} of the time, the owner's limit"
             )
-        return _both(own, self._beside.decide(rollouts, now_s))
+        return _both(own, self._beside.decide(rollouts, self._ration, now_s))
 
     # Obeying
 
@@ -237,14 +239,14 @@ class _Beside:
         if control.resumes > before.resumes and self.lending.admission.breaker is not None:
             self.lending.admission.breaker.resume()
 
-    def decide(self, rollouts: RolloutView, now_s: float) -> Grant:
+    def decide(self, rollouts: RolloutView, ration: Ration, now_s: float) -> Grant:
         if not self.look():
             return Grant(0, 0, now_s, "the board is being written too fast to be read")
         if dark := self.board.why_dark(self._seen, now_s):
             return Grant(0, 0, now_s, dark)
         assert self._seen is not None
         if self._dry_run is not None:
-            return self._dry_run.decide(self._seen.view, now_s)
+            return self._dry_run.decide(self._seen.view, ration, now_s)
         return self.lending.decide(self._seen.view, rollouts, now_s)
 
     def look(self) -> bool:

@@ -15,7 +15,8 @@ engines have their workers inside their engine processes, as the rollout engine 
 measured, serving gets the requests from which its step times are learnt. Differences of attainment are paired per
 request, to the two runs of serving alone pooled; `aa_spread` is drawn from whole minutes, and null for under two.
 
-Budgets are `given` (500 and 150 ms) or `calibrated`: twice the P95 of a run of serving alone before everything else.
+Budgets are `given` (`--ttft-ms` and `--tpot-ms`) or `calibrated`: twice the P95 of a run of serving alone before
+everything else.
 `ungated` shares the core as equals, if this process may say so (`nice`). Where the time goes is in every row: shares of
 it in which serving had a request (`present_share`), ran a step (`serving_time_share`), rollouts ran (`lent_share`) and
 rollouts waited, by the reason (`waited_share`).
@@ -79,7 +80,6 @@ MODES = (*TAKING_TURNS, "ungated")
 SEGMENT_REQUESTS = 80
 ALL, LEASE_S = 1 << 20, 3.0
 TURNS = 6  # at once
-RATE_RPS = 2.0
 PATIENCE_S = 120.0
 USERS = (170, 230, 300)  # tokens of answers that never end together
 
@@ -87,12 +87,11 @@ USERS = (170, 230, 300)  # tokens of answers that never end together
 class Bench:
     """Both engines, for the whole run."""
 
-    def __init__(self, serving: engines.ServingEngine, process: EngineProcess, seed: int) -> None:
-        self.serving, self.process, self.seed = serving, process, seed
+    def __init__(self, serving: engines.ServingEngine, process: EngineProcess, budget: Budget) -> None:
+        self.serving, self.process, self.budget = serving, process, budget
         self.worker: VllmWorker
         self.turns = 0
         self.terms: Terms | None = None
-        self.budget = GIVEN
         self.pieces: dict[str, list[Piece]] = {mode: [] for mode in MODES}  # in the order of the trace
 
     def terms_of(self, mode: str) -> Terms:
@@ -283,10 +282,10 @@ async def learn(bench: Bench, seed: int) -> None:
         await until(bench.worker, lambda status: status.lent.steps >= 100)
 
 
-async def calibrate(bench: Bench, seed: int, count: int) -> None:
+async def calibrate(bench: Bench, seed: int, count: int, rate_rps: float) -> None:
     """What serving alone can promise."""
     async with bench.lending("idle", turns=0):
-        answers = await bench.replay(trace(seed + 2, count, RATE_RPS))
+        answers = await bench.replay(trace(seed + 2, count, rate_rps))
     ttfts, tpots = [one.ttft_s for one in answers], [one.tpot_s for one in answers]
     bench.budget = Budget(2 * at_share(ttfts, 0.95), 2 * at_share(tpots, 0.95))
 
@@ -308,8 +307,8 @@ async def measure(bench: Bench, arguments: Any) -> tuple[list[dict[str, Any]], d
     quick, seed = arguments.quick, arguments.seed
     await learn(bench, seed)
     if arguments.budget == "calibrated":
-        await calibrate(bench, seed, 30 if quick else 120)
-    asked = trace(seed, arguments.requests or (60 if quick else 400), RATE_RPS)
+        await calibrate(bench, seed, 30 if quick else 120, arguments.rate)
+    asked = trace(seed, arguments.requests or (60 if quick else 400), arguments.rate)
     closes = await gate_closes(bench, 5 if quick else 20)
     gated_share, gated_steps = await gated_cpu_share(bench, 4.0 if quick else 10.0)
     await measure_all(bench, asked, seed, 10.0)
@@ -336,6 +335,9 @@ def main() -> int:
     options.add_argument("--serving-model", default="qwen3-3m")
     options.add_argument("--rollout-model", default="qwen3-3m")
     options.add_argument("--budget", choices=("given", "calibrated"), default="given", help="what serving promises")
+    options.add_argument("--ttft-ms", type=float, default=GIVEN.ttft_s * 1e3, help="given budget (500)")
+    options.add_argument("--tpot-ms", type=float, default=GIVEN.tpot_s * 1e3, help="given budget (150)")
+    options.add_argument("--rate", type=float, default=3.0, help="requests a second (3); two thirds of one core busy")
     options.add_argument("--requests", type=int, default=0, help="of the trace; 0 takes 60 with --quick, else 400")
     arguments = options.parse_args()
     engines.PYTHON = str(arguments.vllm_python.absolute())
@@ -347,7 +349,7 @@ def main() -> int:
             write_preset(preset, model, seed=seed)
         serving = engines.ServingEngine(models[0], Path(folder) / "serving.log")
         process = EngineProcess(engines.rollout_engine(models[1]))
-        bench = Bench(serving, process, arguments.seed)
+        bench = Bench(serving, process, Budget(arguments.ttft_ms / 1e3, arguments.tpot_ms / 1e3))
         try:
             rows, overall = asyncio.run(_whole(bench, process, arguments))
         finally:
@@ -356,6 +358,7 @@ def main() -> int:
     overall |= judged(rows, answers, bench.budget)
     bars = bars_of(rows, overall)
     harness.print_table(rows, COLUMNS)
+    overall["rate_rps"] = arguments.rate
     models_of = {"serving": arguments.serving_model, "rollout": arguments.rollout_model}
     return harness.finish(arguments, "coserve_vllm", rows, bars, begun, models=models_of, **overall)
 

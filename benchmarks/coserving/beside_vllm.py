@@ -141,21 +141,24 @@ def at_share(values: list[float], share: float) -> float:
 
 
 def judged(rows: list[dict[str, Any]], answers: dict[str, list[Answer]], budget: Budget) -> dict[str, Any]:
-    """What is said of the run as a whole. Ratios are of `decode`; rows have their own."""
+    """What is said of the run as a whole. Ratios are of `decode`; rows have their own.
+
+    What serving leaves is what it leaves alone: while rollouts share the core its steps are long by the clock.
+    """
     by = {row["mode"]: row for row in rows}
+    busy_share = statistics.fmean(by[mode]["serving_time_share"] for mode in ("alone_1", "alone_2"))
     for mode in ("idle", "decode"):
         row = by[mode]
         row["harvest_share"] = round(row["rollout_tok_s"] / max(1e-9, by["rollouts_alone"]["rollout_tok_s"]), 3)
-        row["no_waste"] = round(row["harvest_share"] / max(1e-9, 1 - row["serving_time_share"]), 3)
+        row["no_waste"] = round(row["harvest_share"] / max(1e-9, 1 - busy_share), 3)
     gain = round(by["decode"]["rollout_tok_s"] / max(1e-9, by["idle"]["rollout_tok_s"]), 3)
     kept = {mode: [float(budget.is_kept(one)) for one in some] for mode, some in answers.items()}
     first, second = kept["alone_1"], kept["alone_2"]
     at_s, pooled = [one.at_s for one in answers["alone_1"]], [(a + b) / 2 for a, b in zip(first, second, strict=True)]
     spread = paired_difference(first, second, at_s)
     lost = {mode: paired_difference(pooled, kept[mode], at_s).mean for mode in ("ungated", "idle", "decode")}
-    alone_s = [by[mode]["serving_time_share"] for mode in ("alone_1", "alone_2")]
     return {
-        "busy_share": round(statistics.fmean(alone_s), 4),
+        "busy_share": round(busy_share, 4),
         "capacity_share": None,
         "aa_spread": None if math.isnan(spread.half_width) else round(spread.half_width, 5),
         "aa_difference": round(spread.mean, 5),

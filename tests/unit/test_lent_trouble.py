@@ -129,6 +129,7 @@ def test_a_rollout_engine_that_fails_before_the_loop_sleeps_is_not_servings(
     device.guest.engine.facts = fails  # type: ignore[method-assign]
     device.rollout.send(messages.Cancel("nobody"))  # not answered: its front hears the facts when the loop has no work
     device.rollout.until(lambda: device.rollout.failed is not None)
+    assert "a page with two owners" in device.guest.failure
     still_serves(device, folders)
 
 

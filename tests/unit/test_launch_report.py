@@ -161,10 +161,11 @@ def test_without_a_correct_trajectory_there_is_a_bill():
 
 def test_every_step_has_a_row_with_what_it_knows():
     lines = run_lines(2, compare=False)
-    lines[-3:-3] = [step(3, 120.0, entropy=0.25, staleness_max=2, logprob_gap_mean=0.001, clipped_share=0.015)]
+    shares = {"clipped_share": 0.015, "drifted_share": 0.03}
+    lines[-3:-3] = [step(3, 120.0, entropy=0.25, staleness_max=2, logprob_gap_mean=0.001, **shares)]
     rows = re.findall(r"<tr><td>(\d+)</td>(.*?)</tr>", page(lines).partition("Every step")[2])
     assert [number for number, _ in rows] == ["1", "2", "3"]
-    assert "<td>0.25</td><td>0.001</td>" in rows[2][1] and "<td>1.5%</td><td>2</td>" in rows[2][1]
+    assert "<td>0.25</td><td>0.001</td>" in rows[2][1] and "<td>1.5%</td><td>3.0%</td><td>2</td>" in rows[2][1]
     assert "<td>-</td>" in rows[0][1], "an older run did not write it"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_dapo_clips_later_upwards():
 
 def test_importance_is_truncated_and_has_no_gradient():
     given = tokens([1.0, 1.0, 1.0], [1.0, 1.0, -1.0], importance=[3.0, 0.5, 1.0])
-    found = compute_loss(given, DAPO)
+    found = compute_loss(given, replace(DAPO, stops_drifted=False))
     assert found.value.item() == pytest.approx(-(2.0 * 1 + 0.5 * 1 + 1.0 * -1) / 3)
     assert (found.truncated, found.importance_sum) == (1, pytest.approx(4.5))
     found.value.backward()
@@ -148,7 +148,8 @@ def test_a_sequence_that_trainer_and_engine_see_too_differently_is_left_out():
     # Geometric means of old / rollout: sqrt(4 x 1) = 2, sqrt(0.5 x 2) = 1, 0.4.
     importance = [4.0, 1.0, 0.5, 2.0, 0.4]
     given = tokens([1.0] * 5, [1.0] * 5, importance, weights=[1.0] * 5, sequences=[0, 0, 1, 1, 2])
-    settings = LossSettings(sequence_importance_min=0.5, sequence_importance_max=1.9, importance_max=1.5)
+    limits = {"sequence_importance_max": 1.9, "importance_max": 1.5}
+    settings = LossSettings(sequence_importance_min=0.5, **limits, stops_drifted=False)
     found = compute_loss(given, settings)
     assert found.value.item() == pytest.approx(-(0.5 + 1.5)), "and what is kept is truncated by the token"
     assert (found.left_out, found.truncated) == (3, 2)
@@ -159,18 +160,49 @@ def test_a_sequence_that_trainer_and_engine_see_too_differently_is_left_out():
 
 
 def test_stale_tokens_are_corrected_twice_over():
-    """Three sequences drawn by older weights, as the default settings see them.
+    """Three sequences drawn by older weights, which push them as far as the weights of importance say.
 
     Sequence 0, old / rollout 3 and 1/2: the mean is sqrt(1.5) = 1.22, and it stays; its first token counts 2, not 3.
     Sequence 1, 1/4 and 1/2: the mean is sqrt(1/8) = 0.35, and it is left out. Sequence 2, 1 and 1: nothing to correct.
     """
     importance = [3.0, 0.5, 0.25, 0.5, 1.0, 1.0]
     given = tokens([1.0] * 6, [1.0] * 6, importance, weights=[1.0] * 6, sequences=[0, 0, 1, 1, 2, 2])
-    found = compute_loss(given, LossSettings())
+    found = compute_loss(given, LossSettings(stops_drifted=False))
     assert found.value.item() == pytest.approx(-(2.0 + 0.5 + 1.0 + 1.0))
-    assert (found.truncated, found.left_out, found.clipped) == (1, 2, 0), "staleness alone clips nothing"
+    assert (found.truncated, found.left_out, found.clipped, found.drifted) == (1, 2, 0, 0)
     found.value.backward()
     assert given.new.grad.tolist() == pytest.approx([-2.0, -0.5, 0.0, 0.0, -1.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    "name, counts",
+    [
+        pytest.param("grpo", [1, 0, 0, 0, 1, 1, 0, 1], id="grpo"),
+        pytest.param("dapo", [1, 1, 0, 0, 1, 1, 0, 1], id="dapo: later upwards"),
+        pytest.param("gspo", [1, 1, 0, 0, 1, 1, 0, 1], id="gspo: by the token too"),
+        pytest.param("cispo", [1] * 8, id="cispo cuts nobody off"),
+    ],
+)
+def test_a_token_that_has_gone_far_since_it_was_drawn_is_pushed_no_further(name, counts):
+    """Where it has gone the other way, it may come back."""
+    importance = [1.1, 1.25, 1.3, 1.9, 0.5, 0.9, 0.7, 1.9]
+    advantages = [1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0]
+    given = tokens([1.0] * 8, advantages, importance, weights=[1.0] * 8)
+    found = compute_loss(given, LossSettings(name=name, sequence_importance_max=0.0))
+    assert found.drifted == 8 - sum(counts)
+    found.value.backward()
+    expected = [-i * a * c for i, a, c in zip(importance, advantages, counts)]
+    if name == "gspo":  # one ratio stands for all: what is left is shared
+        expected = [sum(expected) / 8] * 8
+    assert given.new.grad.tolist() == pytest.approx(expected)
+
+
+def test_a_token_is_judged_by_where_the_batch_began():
+    """What the batch's own updates do to it is left to the clipping of the ratio."""
+    given = tokens([1.25], [1.0], importance=[1.25], weights=[1.0])
+    found = compute_loss(given, DAPO)
+    assert (found.drifted, found.clipped) == (0, 0)
+    assert found.value.item() == pytest.approx(-1.25 * 1.25)
 
 
 def test_divergence_from_the_reference_by_hand():

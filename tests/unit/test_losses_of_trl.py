@@ -75,7 +75,7 @@ def at_temperature(case: Case, temperature: float) -> Case:
     return replace(case, theirs=case.theirs | {"temperature": temperature}, temperature=temperature)
 
 
-KEEP_ALL = LossSettings(sequence_importance_max=0.0)
+KEEP_ALL = LossSettings(sequence_importance_max=0.0, stops_drifted=False)
 GRPO = Case({"loss_type": "grpo", "epsilon": 0.2}, replace(KEEP_ALL, name="grpo", clip_low=0.2))
 DAPO = Case(
     {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},

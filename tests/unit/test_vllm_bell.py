@@ -149,6 +149,35 @@ def test_ringing_lets_nobody_else_run_in_between(writer: BoardWriter) -> None:
     assert ended == begun
 
 
+def test_only_who_listens_is_rung_for(
+    writer: BoardWriter, reader: BoardReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ring costs serving's step more than all else that is shown of it."""
+    rung = list[str]()
+    monkeypatch.setattr(writer._news, "_wake", lambda: rung.append("news"))
+    monkeypatch.setattr(writer._idle, "_wake", lambda: rung.append("idle"))
+    begun_s = time.monotonic()
+    writer.view(begun_s, [], [], 0)
+    assert rung == []
+    reader.idle.wait(reader.idle.number, 0.01)
+    writer.view(begun_s, [], [], 0)
+    assert rung == ["idle"], "the other bell is another's"
+    writer.view(time.monotonic() + 1.0, [], [], 0)
+    assert rung == ["idle"], "nobody has listened since"
+
+
+def test_who_listens_longest_is_not_forgotten(writer: BoardWriter, path: Path) -> None:
+    readers = [BoardReader(path), BoardReader(path)]
+    for reader, timeout_s in zip(readers, (0.05, 0.001)):
+        reader.news.wait(0, timeout_s)
+    rung = list[str]()
+    writer._news._wake = lambda: rung.append("news")  # type: ignore[assignment]
+    writer.view(time.monotonic() - 0.02, [], [], 0)
+    assert rung == ["news"]
+    for reader in readers:
+        reader.close()
+
+
 @pytest.mark.parametrize("cores, stalled_s", [({3}, 5.0), ({3, 4}, 0.0)])
 def test_a_thread_that_waits_excuses_a_step_on_one_core_only(
     cores: set[int], stalled_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -85,11 +85,11 @@ def step_line(line: dict[str, Any], steps: int, attainment: float | None, left_s
     """One step in one line."""
     turns, rate = max(1, line["turns"]), line["trajectories"] / line["rollout_s"]
     by_pool = {kind: rate * count / turns for kind, count in line["turns_by_pool"].items()}
-    success = line["successes"] / max(1, line["trajectories"])
+    success = f"{line['successes'] / line['trajectories']:.0%}" if line["trajectories"] else "-"
     verdict = "" if line["verdict"] == "updated" else f"  [{line['verdict'].replace('_', ' ')}]"
     serving = "-" if attainment is None else f"{attainment:.1%}"
     return (
-        f"step {line['step']:>3}/{steps}  success {success:>4.0%}  "
+        f"step {line['step']:>3}/{steps}  success {success:>4}  "
         f"groups {line['groups_kept']}/{line['groups_total']}  "
         f"rollout {line['rollout_s']:.1f} s  train {line['train_s']:.1f} s  "
         f"trajectories/s {by_pool.get('dedicated', 0):.1f} dedicated + {by_pool.get('borrowed', 0):.1f} borrowed  "

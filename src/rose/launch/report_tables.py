@@ -31,7 +31,8 @@ BILL_WORDS = {
 STEP_COLUMNS = {
     "step": "step", "verdict": "verdict", "groups": "groups", "success": "success", "rollout_s": "rollout s",
     "train_s": "train s", "publish_s": "publish s", "loss": "loss", "entropy": "entropy", "logprob_gap_mean": "gap",
-    "rollout_kl": "KL", "reference_kl": "KL ref.", "clipped_share": "clipped", "staleness_max": "stale",
+    "rollout_kl": "KL", "reference_kl": "KL ref.", "clipped_share": "clipped", "drifted_share": "drifted",
+    "staleness_max": "stale",
 }  # fmt: skip
 
 
@@ -221,6 +222,7 @@ def _step_cells(step: Line) -> list[str]:
         "groups": f"{step['groups_kept']}/{step['groups_total']}",
         "success": percent(step["successes"] / max(1, step["trajectories"]), 0),
         "clipped_share": percent(step.get("clipped_share")),
+        "drifted_share": percent(step.get("drifted_share")),
     }
     return [escape(made[key] if key in made else _cell(step.get(key))) for key in STEP_COLUMNS]
 

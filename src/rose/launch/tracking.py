@@ -26,8 +26,8 @@ TAGS = {
     "time": ("rollout_s", "train_s", "publish_s", "step_s"),
     "train": (
         "loss", "gradient_norm", "learning_rate", "entropy", "importance_mean", "truncated_share", "left_out_share",
-        "clipped_share", "logprob_gap_mean", "logprob_gap_max", "rollout_kl", "reference_kl", "staleness_mean",
-        "staleness_max", "trained_tokens",
+        "clipped_share", "drifted_share", "logprob_gap_mean", "logprob_gap_max", "rollout_kl", "reference_kl",
+        "staleness_mean", "staleness_max", "trained_tokens",
     ),
     "weights": ("weights_bytes", "weights_ratio"),
 }  # fmt: skip

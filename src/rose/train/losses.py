@@ -16,13 +16,17 @@ loss is to keep near it; the divergence is estimated by r - log r - 1 with r = r
 never negative and right on average. Its gradient is right on average only with the ratio before it, which has one of
 its own even where it is 1 (DeepSeek-V3.2); `kl_is_unbiased` says whether it stands there.
 
-With one update per batch new equals old, the ratio is 1 with the gradient of the log-probability, and nothing is
-clipped.
+With one update per batch new equals old, the ratio is 1 with the gradient of the log-probability, and its clipping
+stops nothing. What several batches that were drawn from the same weights do together it does not see at all: each of
+them pushes as far as one may, and a model that learns from old tokens overshoots until it has unlearnt what it knew.
+So a token that has *drifted*, whose old / rollout probability is already outside the clipping range on the side that
+its advantage pushes it to, is pushed no further.
 
     grpo   clipped alike on both sides; every trajectory weighs the same, however long it is
     dapo   clipped later upwards than downwards, which keeps rare good tokens alive; every token weighs the same
     gspo   one ratio for a whole sequence, the geometric mean of its tokens', clipped closely
-    cispo  no token is cut off: the ratio is a weight without gradient, and it is the weight that is clipped
+    cispo  no token is cut off, drifted or not: the ratio is a weight without gradient, and it is the weight that is
+           clipped
 """
 
 from __future__ import annotations
@@ -68,6 +72,7 @@ class Loss:
     surrogate: Surrogate
     weigh: Weigh  # tokens of each sequence of a batch -> the weight of each of its tokens
     clipping: Callable[[LossSettings], Clipping]
+    drifting: Callable[[LossSettings], Clipping] | None  # how far a token may have gone since it was drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ class LossResult:
     truncated: int
     clipped: int
     left_out: int  # with their sequences
+    drifted: int
     gap_sum: float  # |old - rollout|, in nats
     gap_max: float
     rollout_divergence_sum: float  # of the trainer's distribution from the one that was drawn from
@@ -127,13 +133,27 @@ def by_token(lengths: Sequence[int]) -> list[float]:
     return [1 / sum(lengths)] * len(lengths)
 
 
+def alike(settings: LossSettings) -> Clipping:
+    return Clipping(settings.clip_low, settings.clip_low)
+
+
+def later_upwards(settings: LossSettings) -> Clipping:
+    return Clipping(settings.clip_low, settings.clip_high)
+
+
+def closely(settings: LossSettings) -> Clipping:
+    return Clipping(settings.sequence_clip_low, settings.sequence_clip_high)
+
+
+def weight_only(settings: LossSettings) -> Clipping:
+    return Clipping(1.0, settings.weight_max - 1)
+
+
 LOSSES: dict[str, Loss] = {
-    "grpo": Loss(token_ratio, clipped_product, by_sequence, lambda s: Clipping(s.clip_low, s.clip_low)),
-    "dapo": Loss(token_ratio, clipped_product, by_token, lambda s: Clipping(s.clip_low, s.clip_high)),
-    "gspo": Loss(
-        sequence_ratio, clipped_product, by_sequence, lambda s: Clipping(s.sequence_clip_low, s.sequence_clip_high)
-    ),
-    "cispo": Loss(token_ratio, clipped_weight, by_token, lambda s: Clipping(1.0, s.weight_max - 1)),
+    "grpo": Loss(token_ratio, clipped_product, by_sequence, alike, alike),
+    "dapo": Loss(token_ratio, clipped_product, by_token, later_upwards, later_upwards),
+    "gspo": Loss(sequence_ratio, clipped_product, by_sequence, closely, later_upwards),
+    "cispo": Loss(token_ratio, clipped_weight, by_token, weight_only, None),
 }
 
 
@@ -157,6 +177,10 @@ def compute_loss(tokens: ScoredTokens, settings: LossSettings) -> LossResult:
     left_out = _left_out(gap, tokens.sequences, settings)
     if left_out is not None:
         truncated = truncated.masked_fill(left_out, 0.0)
+    drifted = 0
+    if settings.stops_drifted and loss.drifting is not None:
+        has_drifted = _is_clipped(importance, tokens.advantages, loss.drifting(settings))
+        truncated, drifted = truncated.masked_fill(has_drifted, 0.0), int(has_drifted.sum())
     value = -(tokens.weights * truncated * loss.surrogate(ratio, tokens, clipping)).sum()
     reference_divergence = 0.0
     if tokens.reference is not None:
@@ -170,6 +194,7 @@ def compute_loss(tokens: ScoredTokens, settings: LossSettings) -> LossResult:
         truncated=int((importance > settings.importance_max).sum()),
         clipped=int(_is_clipped(ratio.detach(), tokens.advantages, clipping).sum()),
         left_out=0 if left_out is None else int(left_out.sum()),
+        drifted=drifted,
         gap_sum=float(gap.abs().sum()),
         gap_max=float(gap.abs().max()) if len(gap) else 0.0,
         rollout_divergence_sum=float(divergence(gap).sum()),
@@ -187,7 +212,8 @@ def _left_out(gap: Tensor, sequences: Tensor, settings: LossSettings) -> Tensor 
 
 
 def _is_clipped(ratio: Tensor, advantages: Tensor, clipping: Clipping) -> Tensor:
-    """Tokens whose gradient clipping has cut off, or, where it is a weight, made smaller."""
+    """Tokens beyond the range on the side that they are pushed to: clipping cuts their gradient off or, where it is a
+    weight, makes it smaller."""
     up = (ratio > 1 + clipping.high) & (advantages > 0)
     down = (ratio < 1 - clipping.low) & (advantages < 0)
     return up | down

@@ -40,6 +40,7 @@ class StepReport:
     truncated_share: float = 0.0
     left_out_share: float = 0.0
     clipped_share: float = 0.0
+    drifted_share: float = 0.0
     logprob_gap_mean: float = 0.0
     logprob_gap_max: float = 0.0
     rollout_kl: float = 0.0  # of the trainer from what was drawn from
@@ -63,6 +64,7 @@ class Sums:
     truncated: int = 0
     left_out: int = 0
     clipped: int = 0
+    drifted: int = 0
     trained_tokens: int = 0
     computed_tokens: int = 0
 
@@ -77,6 +79,7 @@ class Sums:
         self.truncated += result.truncated
         self.left_out += result.left_out
         self.clipped += result.clipped
+        self.drifted += result.drifted
         self.trained_tokens += trained_tokens
         self.computed_tokens += computed_tokens
 
@@ -92,6 +95,7 @@ class Sums:
             "truncated_share": self.truncated / tokens,
             "left_out_share": self.left_out / tokens,
             "clipped_share": self.clipped / tokens,
+            "drifted_share": self.drifted / tokens,
             "logprob_gap_mean": self.gap / tokens,
             "logprob_gap_max": self.gap_max,
             "rollout_kl": self.rollout_divergence / tokens,

@@ -24,6 +24,9 @@ class LossSettings:
     sequence_importance_max: float = setting(
         2.0, "sequences whose mean ratio is above are left out; 0 keeps all", minimum=0
     )
+    stops_drifted: bool = setting(
+        True, "whether tokens that have left the clipping range since they were drawn are pushed no further; not cispo"
+    )
     kl_beta: float = setting(0.0, "weight of the divergence from the model the job began with; 0 has none", minimum=0)
     kl_is_unbiased: bool = setting(True, "whether new / old probability weighs that divergence, for a right gradient")
 

@@ -15,12 +15,14 @@ for dead at once and a reused process id is not taken for it. An idle engine wri
 but an engine that has work and is silent is *stale*. A writer that met an error says so and never writes again.
 
 Who waits for a chance need not look all the time: a bell is rung at whatever is shown, once for a step and the view
-before it, and another one when there is nothing left to do.
+before it, and another one when there is nothing left to do. The last page is the readers' only one: there they say that
+they listen, and nobody is rung for who does not.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import secrets
 import select
@@ -37,13 +39,14 @@ import msgspec
 from rose.core.facts import RunningRequest, ServingView, StepFeatures, WaitingRequest
 from rose.core.passive import FinishedStep, Milestone, MilestoneKind
 from rose.engines.vllm.bell import Bell
-from rose.engines.vllm.mapped import WORD, MappedFile, Ring, Slots, Torn
+from rose.engines.vllm.mapped import WORD, MappedFile, MappedPage, Ring, Slots, Torn
 from rose.errors import Unavailable
 
-LAYOUT = 4
+LAYOUT = 5
 HEAD_BYTES = 4096
 OFF_WORD, OFF_BYTES = 256, 1024  # where in the head the writer says that it has stopped, and why
 IDLE_WORD, NEWS_WORD = 448, 449  # how often serving ran out of work, and showed anything
+IDLE_HEARD, NEWS_HEARD = 0, 1  # places on the readers' page: until when somebody waits for that
 WAITING_SHOWN = 64  # admission closes long before this many wait
 RUNNING_SHOWN = 1024
 STEPS_KEPT, STEP_VALUES = 512, 10
@@ -61,7 +64,9 @@ _VIEW_AT = HEAD_BYTES
 _STEPS_AT = _VIEW_AT + Slots.size_bytes(_VIEW_BYTES) + WORD
 BUSY_WORD = _STEPS_AT // WORD - 1  # since when the step runs that has not ended; 0 if none does
 _MILESTONES_AT = _STEPS_AT + Ring.size_bytes(STEPS_KEPT, STEP_VALUES)
-BOARD_BYTES = _MILESTONES_AT + Ring.size_bytes(MILESTONES_KEPT, MILESTONE_VALUES)
+_END = _MILESTONES_AT + Ring.size_bytes(MILESTONES_KEPT, MILESTONE_VALUES)
+_HEARD_AT = -(-_END // mmap.PAGESIZE) * mmap.PAGESIZE
+BOARD_BYTES = _HEARD_AT + mmap.PAGESIZE
 
 
 class About(msgspec.Struct, frozen=True):
@@ -104,7 +109,9 @@ class BoardWriter:
         self._views = Slots(self._file, _VIEW_AT, _VIEW_BYTES)
         self._steps = Ring(self._file, _STEPS_AT, STEPS_KEPT, STEP_VALUES)
         self._milestones = Ring(self._file, _MILESTONES_AT, MILESTONES_KEPT, MILESTONE_VALUES)
-        self._news, self._idle = Bell(self._file, NEWS_WORD), Bell(self._file, IDLE_WORD)
+        heard, first = self._file.floats, _HEARD_AT // WORD
+        self._news = Bell(self._file, NEWS_WORD, heard, first + NEWS_HEARD)
+        self._idle = Bell(self._file, IDLE_WORD, heard, first + IDLE_HEARD)
         self._number = self._view_slot = 0
 
     def busy_since(self, began_s: float) -> None:
@@ -118,7 +125,7 @@ class BoardWriter:
         self._number += is_view
         self._steps.append(*step, self._view_slot, self._number, kv_used_blocks, together)
         self._file.floats[BUSY_WORD] = busy_since_s
-        self._tell()
+        self._tell(step[1])
 
     def milestone(self, kind: MilestoneKind, key: int, at_s: float, tokens: int = 0) -> None:
         self._milestones.append(kind, key, at_s, tokens)
@@ -147,13 +154,13 @@ class BoardWriter:
         self._view_slot = self._views.write(b"".join((fixed, *parts)))
         if not waiting and not running:
             self._file.words[IDLE_WORD] += 1
-            self._idle.ring()
+            self._idle.ring(now_s)
         if not is_step_next:
-            self._tell()
+            self._tell(now_s)
 
-    def _tell(self) -> None:
+    def _tell(self, now_s: float) -> None:
         self._file.words[NEWS_WORD] += 1
-        self._news.ring()
+        self._news.ring(now_s)
 
     def turn_off(self, why: str) -> None:
         """Nothing will be written any more, and readers know why."""
@@ -198,10 +205,16 @@ class BoardReader:
         self.path = path
         self.about = _about(self._file)
         self._process = _hold(self.about)
+        try:
+            self._heard = MappedPage(path, _HEARD_AT)
+        except OSError as error:
+            raise Unavailable(f"the board at {path} cannot be listened to: {error}") from error
         self._views = Slots(self._file, _VIEW_AT, _VIEW_BYTES)
         self._steps = Ring(self._file, _STEPS_AT, STEPS_KEPT, STEP_VALUES)
         self._milestones = Ring(self._file, _MILESTONES_AT, MILESTONES_KEPT, MILESTONE_VALUES)
-        self.news, self.idle = Bell(self._file, NEWS_WORD), Bell(self._file, IDLE_WORD)
+        heard = self._heard.floats
+        self.news = Bell(self._file, NEWS_WORD, heard, NEWS_HEARD)
+        self.idle = Bell(self._file, IDLE_WORD, heard, IDLE_HEARD)
         self._steps_seen = self._milestones_seen = 0
         self._arrivals: deque[tuple[int, WaitingRequest]] = deque(maxlen=WAITING_SHOWN)
 
@@ -273,6 +286,7 @@ class BoardReader:
 
     def close(self) -> None:
         os.close(self._process)
+        self._heard.close()
         self._file.close()
 
 

@@ -68,6 +68,22 @@ class MappedFile:
         self.bytes.close()
 
 
+class MappedPage:
+    """The page of such a file that its readers write to. They have no other that they could spoil."""
+
+    def __init__(self, path: Path, offset: int) -> None:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            self._bytes = mmap.mmap(descriptor, mmap.PAGESIZE, offset=offset)
+        finally:
+            os.close(descriptor)
+        self.floats: memoryview[float] = memoryview(self._bytes).cast("d")
+
+    def close(self) -> None:
+        self.floats.release()
+        self._bytes.close()
+
+
 class Slots:
     """The newest message of at most `message_bytes_max` bytes."""
 

@@ -42,6 +42,7 @@ from coserving.processes import OTHER_CORES
 from coserving.running import Stage
 from coserving.store import Store
 from coserving.traffic import WORST_S, at_rate, cut, scaled, worst_case
+from msgspec import structs
 
 from rose.errors import RoseError
 from rose.load.formats import read_trace
@@ -106,6 +107,8 @@ class Run:
         found = self.store.kept("calibration", Calibration)
         if found is None:
             effort = QUICK if self.arguments.quick else Effort()
+            if self.arguments.search_requests is not None:
+                effort = structs.replace(effort, search_requests=self.arguments.search_requests)
             calibrator = Calibrator(stage.alone, self.whole(), effort, self.arguments.seed, self.say)
             if self.arguments.worst_case:
                 load = options.Load("capacity", 1.0)

@@ -30,6 +30,7 @@ from coserving.calibrate import steady_rate
 from coserving.traffic import at_rate, cut, sample, scaled, worst_case
 
 from rose.core.admission import Mode
+from rose.core.slo import Budgets
 from rose.engines.base import Request, Sampling
 from rose.load.formats import read_trace
 from rose.load.generators import generated
@@ -117,10 +118,11 @@ def _requests(place: Place, case: Case, number: int) -> Trace:
     return cut(at_rate(trace, rate_rps), first, min(len(trace), first + count))
 
 
-def simulate(place: Place, case: Case, mode: str, number: int) -> Report:
+def simulate(place: Place, case: Case, mode: str, number: int, budgets: Budgets = GIVEN) -> Report:
     lends: Mode | None = None if mode.startswith("alone") else mode  # type: ignore[assignment]
     noise = number + (1 << 20 if mode == "alone_2" else 0)
-    return Device(World(lends, Replay(_requests(place, case, number)), seed=noise, until_s=case.span_s)).run()
+    requests = Replay(_requests(place, case, number))
+    return Device(World(lends, requests, seed=noise, until_s=case.span_s, budgets=budgets)).run()
 
 
 @dataclass(slots=True)
@@ -132,10 +134,10 @@ class Tally:
     row: dict[str, Any]
 
 
-def _tally(mode: str, reports: Sequence[Report]) -> Tally:
+def _tally(mode: str, reports: Sequence[Report], budgets: Budgets) -> Tally:
     served = [one for report in reports for one in report.served]
     requests = len(served) + sum(report.rejected for report in reports)
-    kept = sum(one.keeps(GIVEN) for one in served)
+    kept = sum(one.keeps(budgets) for one in served)
     seconds = sum(report.end_s for report in reports)
     row = {
         "mode": mode,
@@ -156,10 +158,20 @@ def _p99(values: Sequence[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
-def rows_of(place: Place, case: Case, pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
+def calibrated(reports: Sequence[Report]) -> Budgets:
+    """Twice what 99 in 100 requests of serving alone needed."""
+    served = [one for report in reports for one in report.served]
+    return Budgets(2 * _p99([one.ttft_s for one in served]), 2 * _p99([one.tpot_s for one in served]))
+
+
+def rows_of(place: Place, case: Case, pool: ProcessPoolExecutor, *, is_calibrated: bool) -> list[dict[str, Any]]:
+    budgets = GIVEN
+    if is_calibrated:
+        alone = [pool.submit(simulate, place, case, "alone_1", n) for n in range(case.seeds)]
+        budgets = calibrated([one.result() for one in alone])
     modes = WORST_MODES if case.load == "worst" else CALM_MODES
-    asked = {mode: [pool.submit(simulate, place, case, mode, n) for n in range(case.seeds)] for mode in modes}
-    found = {mode: _tally(mode, [one.result() for one in runs]) for mode, runs in asked.items()}
+    asked = {mode: [pool.submit(simulate, place, case, mode, n, budgets) for n in range(case.seeds)] for mode in modes}
+    found = {mode: _tally(mode, [one.result() for one in runs], budgets) for mode, runs in asked.items()}
     first, second = (found[mode].kept / found[mode].requests for mode in ("alone_1", "alone_2"))
     idle_tok_s = found["idle"].row["rollout_tok_s"]
     source = case.trace if place.path(case.trace) else f"generated: {GENERATED}"
@@ -167,7 +179,13 @@ def rows_of(place: Place, case: Case, pool: ProcessPoolExecutor) -> list[dict[st
     for tally in found.values():
         points = 100 * (tally.kept / tally.requests - (first + second) / 2)
         gain = round(tally.row["rollout_tok_s"] / idle_tok_s, 3) if idle_tok_s and tally.row["rollout_tok_s"] else None
-        named = {"trace": source, "load": case.load, "capacity_rps": round(_capacity_rps(place, case.trace), 2)}
+        named = {
+            "trace": source,
+            "load": case.load,
+            "capacity_rps": round(_capacity_rps(place, case.trace), 2),
+            "budget_ttft_ms": round(1000 * budgets.ttft_s, 1),
+            "budget_tpot_ms": round(1000 * budgets.tpot_s, 1),
+        }
         compared = {"points_to_alone": round(points, 3), "aa_points": round(100 * abs(first - second), 3)}
         rows.append(named | tally.row | compared | {"lending_gain": gain})
     return rows
@@ -197,6 +215,9 @@ def main() -> int:
     options.add_argument(
         "--traces", nargs="+", choices=TRACES, default=TRACES[:1], metavar="NAME", help=", ".join(TRACES)
     )
+    options.add_argument(
+        "--budget", choices=("given", "calibrated"), default="given", help="500/150 ms, or 2x P99 of serving alone"
+    )
     options.add_argument("--loads", nargs="+", metavar="LOAD", help="only these: capacity:0.2 and the like, worst")
     arguments = options.parse_args()
     begun, place, rows = harness.machine(), Place(arguments.data, arguments.seed), []
@@ -204,7 +225,7 @@ def main() -> int:
         for case in cases(arguments):
             if arguments.loads and case.load not in arguments.loads:
                 continue
-            rows += rows_of(place, case, pool)
+            rows += rows_of(place, case, pool, is_calibrated=arguments.budget == "calibrated")
             print(f"{case.trace} at {case.load} is done", flush=True)
     harness.print_table(rows, COLUMNS)
     return harness.finish(arguments, "coserve_sim", rows, bars_of(rows), begun)

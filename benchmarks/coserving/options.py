@@ -55,6 +55,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--requests", type=int, metavar="N", help="for alone, decode and idle; the rest get at most 300"
     )
     parser.add_argument(
+        "--search-requests", type=int, metavar="N", help="of each try in the search for alone99 (1000; 40 if quick)"
+    )
+    parser.add_argument(
         "--work", type=Path, metavar="FOLDER", help="where segments are kept; the same call goes on there"
     )
     parser.add_argument(
@@ -89,6 +92,7 @@ def fingerprint(arguments: argparse.Namespace) -> dict[str, Any]:
         "budget": arguments.budget,
         "model": arguments.model,
         "requests": arguments.requests,
+        "search_requests": arguments.search_requests,
         "kv_memory_mb": arguments.kv_memory_mb,
         "seed": arguments.seed,
         "quick": arguments.quick,

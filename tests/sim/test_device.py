@@ -124,6 +124,18 @@ def test_paper_loses_under_bursts_where_decode_does_not():
     assert sum(breach.objective == "ttft" for breach in paper.breaches) > 10
 
 
+def test_budgets_that_serving_itself_half_uses_up_are_kept():
+    """Twice what 99 in 100 requests of serving alone need: a prompt between two tokens takes many tokens' worth, and
+    lending that had used up its share of every gap made one request in thirty miss."""
+    world = World(None, Traffic(6, prompt_tokens=285, output_tokens=52, burst=3.0), seed=2, until_s=40)
+    alone = run(world)
+    needed = (sorted(of)[int(0.99 * len(of))] for of in zip(*((one.ttft_s, one.tpot_s) for one in alone.served)))
+    budgets = Budgets(*(2 * need_s for need_s in needed))
+    decode = run(dataclasses.replace(world, mode="decode", budgets=budgets))
+    assert decode.attainment(budgets) >= alone.attainment(budgets) - 0.002
+    assert decode.rollout_tokens_per_s > 10_000, "between requests it lends as ever"
+
+
 def test_stalls_are_counted_and_nothing_else_suffers():
     """Steps stopped for 50 ms: each a breach with its cause; the estimates do not run away with them."""
     calm = World("decode", Traffic(10, output_tokens=10), until_s=3)

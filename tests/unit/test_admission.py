@@ -15,7 +15,7 @@ from rose.core.dry_run import DryRun
 from rose.core.facts import RolloutView, RunningRequest, ServingView, StepFeatures, WaitingRequest
 from rose.core.latency import LatencyModel
 from rose.core.ration import Ration
-from rose.core.slo import Budgets
+from rose.core.slo import Budgets, OwnGaps
 from rose.errors import ConfigError
 from rose.sim.models import learnt
 
@@ -126,6 +126,22 @@ def test_the_share_is_of_the_budget_not_of_what_is_left():
     late = decoding(0.08)
     given = [admission("decode", budgets=Budgets(0.5, 0.15, share)).decide(late, ROLLOUT, NOW_S) for share in shares]
     assert [grant.is_open(NOW_S) for grant in given] == [False, True, True]
+
+
+def test_what_serving_itself_needs_between_tokens_is_not_lent():
+    """Others' prompts come between two tokens too, and nobody knows when: what they took of earlier requests counts."""
+    view, found = decoding(0.07), []
+    for own_s in (0.0, 0.01, 0.02, 0.05):
+        one = admission("decode")
+        for number in range(100):
+            one.own_gaps.observe(own_s if number % 10 else 0.0)
+        found.append(one.decide(view, ROLLOUT, NOW_S))
+    widest = found[0].step_s_max
+    assert [grant.step_s_max for grant in found[1:3]] == pytest.approx([widest - 0.01, widest - 0.02])
+    assert not found[3].is_open(NOW_S) and "no step fits" in found[3].reason
+    idle = admission("decode")
+    idle.own_gaps.observe(1.0)
+    assert idle.decide(IDLE, ROLLOUT, NOW_S).is_open(NOW_S), "without requests there is nobody to keep waiting"
 
 
 def test_the_guard_keeps_room_for_the_next_request():
@@ -349,6 +365,22 @@ def test_slow_tokens_are_a_breach_if_alone_they_were_not():
     breach = ledger.finished("a", 6, 0.1 + 5 * 0.2)
     assert breach is not None and breach.objective == "tpot" and breach.lent_s == pytest.approx(0.1)
     assert ledger.finished("b", 6, 0.1 + 5 * 0.3) is None
+
+
+def test_what_serving_itself_took_for_a_token_is_all_but_what_was_lent():
+    gaps = OwnGaps()
+    ledger = Ledger(BUDGETS, gaps)
+    ledger.arrived("a", 0.0)
+    ledger.lent(0.05, 0.09, upper_s=math.inf)
+    ledger.first_token("a", 0.1)
+    ledger.lent(0.1, 0.6, upper_s=math.inf)
+    ledger.finished("a", 6, 0.1 + 5 * 0.13)
+    assert gaps.typical == pytest.approx(0.03), "a gap of 130 ms, of which 100 were lent"
+    ledger.arrived("b", 1.0)
+    ledger.finished("b", 1, 1.1)
+    ledger.arrived("c", 1.0)
+    ledger.left("c", 0, 1.1)
+    assert gaps.typical == pytest.approx(0.03), "of who has one token or none there is nothing to learn"
 
 
 def test_a_queue_held_up_by_lending_is_a_breach_for_those_who_join_it():

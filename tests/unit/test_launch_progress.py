@@ -25,6 +25,8 @@ def test_a_step_in_one_line():
         "step   3/15  success  30%  groups 8/11  rollout 2.0 s  train 1.0 s  "
         "trajectories/s 10.7 dedicated + 21.3 borrowed  serving 99.8% in budget  1 min 15 s left"
     )
+    none = step(3, 0.0, trajectories=0, successes=0, turns=0)
+    assert "success    -  groups" in step_line(none, 15, None, 1.0), "none ended since the step before"
     assert "[rolled back]" in step_line(step(3, 0.0, verdict="rolled_back"), 15, None, 1.0)
 
 

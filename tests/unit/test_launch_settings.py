@@ -63,6 +63,7 @@ def test_a_rollout_heavy_step_has_at_least_256_trajectories():
         (["steps=many"], "whole number"),
         (["weights.keep_versions=0"], "between 1 and"),
         (["weights.relya=here"], "weights.relay"),
+        (["weights.relay=ftp://relay.example"], "is not the address of a relay"),
     ],
 )
 def test_what_is_refused_and_the_word_that_helps(overrides, word):

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from rose.core.facts import RunningRequest, ServingView, WaitingRequest
 from rose.core.latency import LatencyModel
 from rose.core.slo import (
+    NEWEST_KEPT,
     PROMPT_TOKENS_UNKNOWN,
-    PROMPTS_KEPT,
     Budgets,
+    OwnGaps,
     PromptLengths,
     arrival_slack_s,
     decode_slack_s,
@@ -75,14 +76,14 @@ def test_a_few_prompts_count_by_the_longest() -> None:
 
 def test_one_prompt_in_a_hundred_may_be_longer() -> None:
     lengths = PromptLengths()
-    for number in range(PROMPTS_KEPT):
+    for number in range(NEWEST_KEPT):
         lengths.observe(5000 if number % 125 == 0 else 100 + number % 7)
     assert lengths.typical_tokens == 106
 
 
 def test_old_prompts_are_forgotten() -> None:
     lengths = PromptLengths()
-    for tokens in [3000] * PROMPTS_KEPT + [20] * PROMPTS_KEPT:
+    for tokens in [3000] * NEWEST_KEPT + [20] * NEWEST_KEPT:
         lengths.observe(tokens)
     assert lengths.typical_tokens == 20
 
@@ -92,8 +93,16 @@ def test_the_typical_length_is_the_p99_of_the_newest_thousand(tokens: list[int],
     lengths, seen = PromptLengths(), tokens * repeats
     for length in seen:
         lengths.observe(length)
-    newest = sorted(seen[-PROMPTS_KEPT:])
+    newest = sorted(seen[-NEWEST_KEPT:])
     assert lengths.typical_tokens == newest[math.ceil(0.99 * len(newest)) - 1]
+
+
+def test_before_the_first_request_has_ended_serving_needs_nothing_between_tokens() -> None:
+    gaps = OwnGaps()
+    assert gaps.typical == 0.0
+    for number in range(NEWEST_KEPT):
+        gaps.observe(0.5 if number % 125 == 0 else 0.004)
+    assert gaps.typical == 0.004
 
 
 # Time to first token

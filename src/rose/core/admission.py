@@ -1,8 +1,9 @@
 """May rollouts run a step now, and how large a one. One `Admission` per device, asked before every step.
 
 `idle`    only while serving has no work. Who arrives waits for the rest of one step, which is kept short.
-`decode`  also between decode steps: up to a share of every running request's budget for its next token, and to all of
-          it should a typical prompt come and share serving's next step. Never while a prompt waits; never if a typical
+`decode`  also between decode steps: up to a share of every running request's budget for its next token, less what
+          serving itself needs of it for 99 requests in 100, and to all of it should a typical prompt come and share
+          serving's next step. Never while a prompt waits; never if a typical
           request that came now would then miss its share of the TTFT budget; not while more than half the seats are
           taken; and for a second after serving had work for most of its time (`core/demand.py`), only as `idle`.
 `paper`   while every known request and the next typical one keep any slack at all; whole steps or none.
@@ -31,6 +32,7 @@ from rose.core.latency import LatencyModel
 from rose.core.slo import (
     Budgets,
     Outlook,
+    OwnGaps,
     PromptLengths,
     arrival_slack_s,
     decode_slack_s,
@@ -121,8 +123,8 @@ class _Step:
 
 
 class Admission:
-    """Tell it of every prompt that comes (`prompts.observe`) and of every step of serving's (`demand.served`); ask
-    `decide` before every step; obey."""
+    """Tell it of every prompt that comes (`prompts.observe`), of every step of serving's (`demand.served`) and of what
+    serving took for a token itself (`own_gaps.observe`); ask `decide` before every step; obey."""
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class Admission:
         self.rollout = rollout
         self.limits = limits or LendingLimits()
         self.breaker = breaker
-        self.prompts = PromptLengths()
+        self.prompts, self.own_gaps = PromptLengths(), OwnGaps()
         self.demand = Demand(serving, self.limits.serving_sequences, budgets.ttft_s)
         self._latched_until_s = -math.inf
         self._is_rollouts_turn = False
@@ -176,6 +178,11 @@ class Admission:
     def block_s(self) -> float:
         """The longest that a request may find the device taken by a rollout step, by its upper estimate."""
         return self.limits.block_share * self.budgets.ttft_s
+
+    @property
+    def token_s(self) -> float:
+        """What lending may leave between two tokens of a request; below 0 if serving itself needs more."""
+        return self.budgets.slack_share * self.budgets.tpot_s - self.own_gaps.typical
 
     def is_latched(self, now_s: float) -> bool:
         return now_s < self._latched_until_s
@@ -226,12 +233,12 @@ class Admission:
             return _closed(now_s, "overload: only while serving has no work")
         if len(view.running) > self.limits.running_share * self.limits.serving_sequences:
             return _closed(now_s, "many requests are decoding: they must not live longer")
-        share, typical_tokens = self.budgets.slack_share, self.prompts.typical_tokens
+        typical_tokens = self.prompts.typical_tokens
         gap_s = min(
-            decode_slack_s(view, outlook, share * self.budgets.tpot_s, now_s),
+            decode_slack_s(view, outlook, self.token_s, now_s),
             arrival_slack_s(view, outlook, self.budgets.tpot_s, typical_tokens, now_s),
         )
-        guard_s = share * self.budgets.ttft_s - outlook.next_ttft_s(typical_tokens)
+        guard_s = self.budgets.slack_share * self.budgets.ttft_s - outlook.next_ttft_s(typical_tokens)
         allowed_s = min(gap_s, guard_s, self.block_s) - self.limits.switch_s
         reason = "slack between decode steps" if gap_s <= guard_s else "slack before the next request"
         return self._grant(full, allowed_s, now_s, reason, is_idle=False)

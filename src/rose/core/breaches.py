@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from rose.core.slo import Budgets
+from rose.core.slo import Budgets, OwnGaps
 
 STEPS_KEPT = 256  # enough to find those that ran after the oldest arrival not yet told of
 
@@ -47,10 +47,14 @@ class _Account:
 
 
 class Ledger:
-    """Tell it of lent steps and of every serving request's milestones; it answers with a breach or None."""
+    """Tell it of lent steps and of every serving request's milestones; it answers with a breach or None.
 
-    def __init__(self, budgets: Budgets) -> None:
+    `own_gaps` are told what serving itself took for a token, request by request.
+    """
+
+    def __init__(self, budgets: Budgets, own_gaps: OwnGaps | None = None) -> None:
         self.budgets = budgets
+        self._own_gaps = own_gaps or OwnGaps()
         self.total_lent_s = 0.0
         self.breaches = self.doubtful = 0
         self._busy_mark_s = self._queue_mark_s = 0.0  # lent in all when serving last had no work; when no prompt waited
@@ -98,6 +102,7 @@ class Ledger:
             return None
         gaps = tokens - 1
         lent_s, taken_s = (self.total_lent_s - account.mark_s) / gaps, (now_s - account.first_token_s) / gaps
+        self._own_gaps.observe(max(0.0, taken_s - lent_s))
         return self._judge("tpot", self.budgets.tpot_s, taken_s, lent_s, now_s, request_id)
 
     def kept(self, request_id: str, tokens: int, now_s: float) -> bool:

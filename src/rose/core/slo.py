@@ -6,7 +6,8 @@ step beside one token of every running request. Every time is an upper estimate,
 
 A chunk's cost is taken as linear between a step that only decodes and a full one, which needs two predictions however
 long the queue is; that requests begin to decode while later ones wait is left to the upper estimate's margin. Nobody
-knows the next request; it is taken as long as the P99 of the last thousand.
+knows the next request, nor what is still to come between the tokens of those that run; both are taken as the P99 of the
+last thousand.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from rose.core.facts import ServingView, StepFeatures
 from rose.core.latency import LatencyModel
 from rose.errors import ConfigError
 
-PROMPTS_KEPT = 1000
-PROMPT_QUANTILE = 0.99
+NEWEST_KEPT, TYPICAL_QUANTILE = 1000, 0.99
 PROMPT_TOKENS_UNKNOWN = 512  # before the first prompt has come
 
 
@@ -44,25 +44,47 @@ class Budgets:
             )
 
 
-class PromptLengths:
-    """The P99 of the last thousand prompts. A search and a short move of memory per prompt."""
+class Newest:
+    """The P99 of the last thousand of something. A search and a short move of memory for each."""
+
+    def __init__(self, unknown: float) -> None:
+        self._unknown = unknown  # before the first
+        self._newest: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def observe(self, value: float) -> None:
+        if len(self._newest) == NEWEST_KEPT:
+            del self._sorted[bisect.bisect_left(self._sorted, self._newest.popleft())]
+        self._newest.append(value)
+        bisect.insort(self._sorted, value)
+
+    @property
+    def typical(self) -> float:
+        if not self._sorted:
+            return self._unknown
+        return self._sorted[math.ceil(TYPICAL_QUANTILE * len(self._sorted)) - 1]
+
+
+class PromptLengths(Newest):
+    """Tokens of prompts that came."""
 
     def __init__(self, unknown_tokens: int = PROMPT_TOKENS_UNKNOWN) -> None:
-        self._unknown_tokens = unknown_tokens
-        self._newest: deque[int] = deque()
-        self._sorted: list[int] = []
-
-    def observe(self, prompt_tokens: int) -> None:
-        if len(self._newest) == PROMPTS_KEPT:
-            del self._sorted[bisect.bisect_left(self._sorted, self._newest.popleft())]
-        self._newest.append(prompt_tokens)
-        bisect.insort(self._sorted, prompt_tokens)
+        super().__init__(unknown_tokens)
 
     @property
     def typical_tokens(self) -> int:
-        if not self._sorted:
-            return self._unknown_tokens
-        return self._sorted[math.ceil(PROMPT_QUANTILE * len(self._sorted)) - 1]
+        return int(self.typical)
+
+
+class OwnGaps(Newest):
+    """Mean seconds between a request's tokens, without what was lent: how much of the budget serving itself needs.
+
+    Others' prompts are most of it: they come between two tokens, whenever they come. What they took is not known of a
+    request before it ends, and lending that had used up its budget by then would have made it miss.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class Lender:
         self.serving = serving
         self.rollout = rollout
         self.admission = admission
-        self.ledger = Ledger(admission.budgets)
+        self.ledger = Ledger(admission.budgets, admission.own_gaps)
         self.lent_steps = self.lent_tokens = 0
         self.dropped_steps = 0  # planned too late for their grant
         self.breaches: Counter[str] = Counter()  # by kind
@@ -291,10 +291,10 @@ class Lender:
             return None
         view, typical_tokens = self.serving_view(), admission.prompts.typical_tokens
         outlook = look_ahead(view, admission.serving, admission.limits.serving_step_tokens, typical_tokens)
-        ttft_s, tpot_s = budgets.slack_share * budgets.ttft_s, budgets.slack_share * budgets.tpot_s
+        ttft_s = budgets.slack_share * budgets.ttft_s
         spare_s = min(
             prefill_slack_s(view, outlook, ttft_s, now_s),
-            decode_slack_s(view, outlook, tpot_s, now_s),
+            decode_slack_s(view, outlook, admission.token_s, now_s),
             ttft_s - outlook.next_ttft_s(typical_tokens),
         )
         return max(0.0, spare_s)

@@ -24,6 +24,7 @@ from rose.launch.settings import WeightsSettings
 from rose.weights.connecting import SECRET, SECRET_FILE, reach, run_secret
 from rose.weights.relay.base import Relay
 from rose.weights.relay.filesystem import FilesystemRelay
+from rose.weights.relay.opening import relay_kind
 
 if TYPE_CHECKING:
     from rose.weights.publish import Published, Publisher
@@ -105,7 +106,4 @@ def given_secret(settings: WeightsSettings) -> bytes | None:
 
 def _absolute(address: str) -> str:
     """Folders from the root on: workers may stand elsewhere."""
-    scheme, colon, rest = address.partition(":")
-    if colon and scheme != "file" and not address.startswith(("/", ".")):
-        return address
-    return str(Path(rest if scheme == "file" else address).resolve())
+    return str(Path(address.removeprefix("file:")).resolve()) if relay_kind(address) == "folder" else address

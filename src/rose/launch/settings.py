@@ -33,6 +33,7 @@ from rose.launch.tracking import TrackingSettings, check_tracking
 from rose.load.generators import generated
 from rose.models.presets import find_preset
 from rose.train.settings import TrainSettings, check_train
+from rose.weights.relay.opening import relay_kind
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 COMPARED_STEPS = 4  # one round of with, without, without, with
@@ -190,6 +191,8 @@ def check_run(settings: RunSettings) -> None:
     generated(settings.traffic.source, seed=0, duration_s=1.0)
     check_train(settings.train)
     check_tracking(settings.tracking)
+    if settings.weights.relay is not None:
+        relay_kind(settings.weights.relay)
     groups = settings.groups
     if groups.train_size > groups.size:
         _refuse(f"groups.train_size is {groups.train_size}, but a group has only {groups.size} members", "groups.size")

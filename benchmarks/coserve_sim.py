@@ -164,7 +164,9 @@ def calibrated(reports: Sequence[Report]) -> Budgets:
     return Budgets(2 * _p99([one.ttft_s for one in served]), 2 * _p99([one.tpot_s for one in served]))
 
 
-def rows_of(place: Place, case: Case, pool: ProcessPoolExecutor, *, is_calibrated: bool) -> list[dict[str, Any]]:
+def rows_of(
+    place: Place, case: Case, pool: ProcessPoolExecutor, *, is_calibrated: bool = False
+) -> list[dict[str, Any]]:
     budgets = GIVEN
     if is_calibrated:
         alone = [pool.submit(simulate, place, case, "alone_1", n) for n in range(case.seeds)]

@@ -30,6 +30,17 @@ def test_every_mode_meets_the_same_requests(load, modes):
     assert all(row["trace"].startswith("generated") for row in rows), "there is no recorded trace here"
 
 
+def test_calibrated_budgets_are_twice_what_serving_alone_needs():
+    with ThreadPoolExecutor(1) as pool:
+        case = Case(TRACE, "capacity:0.2", 2, 2.0)
+        rows = coserve_sim.rows_of(NOWHERE, case, pool, is_calibrated=True)  # type: ignore[arg-type]
+    [first] = [row for row in rows if row["mode"] == "alone_1"]
+    for budget, needed in (("budget_ttft_ms", "ttft_p99_ms"), ("budget_tpot_ms", "tpot_p99_ms")):
+        assert {row[budget] for row in rows} == {first[budget]}
+        assert first[budget] == pytest.approx(2 * first[needed], abs=0.2)
+    assert first["attainment"] == 1.0
+
+
 def test_a_worst_case_comes_at_more_than_the_device_can_do_and_a_calm_one_at_less():
     rates = {}
     for load in ("capacity:0.2", "worst"):

@@ -55,7 +55,7 @@ class Learning:
             self.ahead.append(self.rollouts.play_groups(self.groups))
         kept, counts = self.ahead.popleft()
         played = time.monotonic()
-        report = self.trainer.learn(kept, counts)
+        report = self.trainer.learn(kept, counts, str(self.trainer.step))
         learnt = time.monotonic()
         version = str(self.trainer.step)
         folder = export_model(self.trainer.model, self.folder, published / version)

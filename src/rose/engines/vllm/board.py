@@ -204,11 +204,11 @@ class BoardReader:
             raise Unavailable(f"there is no board at {path}: {error}") from error
         self.path = path
         self.about = _about(self._file)
-        self._process = _hold(self.about)
         try:
             self._heard = MappedPage(path, _HEARD_AT)
         except OSError as error:
             raise Unavailable(f"the board at {path} cannot be listened to: {error}") from error
+        self._process = _hold(self.about)
         self._views = Slots(self._file, _VIEW_AT, _VIEW_BYTES)
         self._steps = Ring(self._file, _STEPS_AT, STEPS_KEPT, STEP_VALUES)
         self._milestones = Ring(self._file, _MILESTONES_AT, MILESTONES_KEPT, MILESTONE_VALUES)

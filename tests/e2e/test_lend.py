@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -250,6 +251,25 @@ def test_the_owners_word_outlives_the_engine_and_one_that_dies_twice_serves_alon
         eventually(lambda: "held back" in device.rollout(PROMPT).error["message"])
         assert device.lending("resume", {}).json["state"] == "lending"
         eventually(lambda: device.rollout(PROMPT, max_tokens=4).status == 200)
+
+
+def test_serving_comes_back_without_a_rollout_model_that_can_no_longer_be_loaded(
+    model_folder: Path, rollout_model: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(rollout_model, tmp_path / "rollouts"))
+    with lent(model_folder, folder, *WIDE) as device:
+        alone = serve(device)
+        assert device.rollout(PROMPT, max_tokens=4).status == 200
+        (folder / "model.safetensors").write_bytes(b"spoilt")
+        os.kill(device.process("rose.coserve.executor"), signal.SIGKILL)
+        eventually(lambda: device.serving.complete(prompt="x", max_tokens=1).status != 200)
+        eventually(lambda: device.serving.complete(prompt="x", max_tokens=1).status == 200)
+        assert serve(device) == alone
+        status = device.status()
+        assert (status["state"], status["model"]) == ("failed", "absent") and "serves without it" in status["why"]
+        eventually(lambda: "serves without it" in device.rollout(PROMPT).error["message"])
+        assert device.lending("resume", {}).status >= 400
+        assert device.serving.stop() == 0
 
 
 def test_without_a_serving_model_it_is_a_dedicated_worker(rollout_model: Path) -> None:

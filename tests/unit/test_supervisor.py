@@ -15,7 +15,7 @@ from rose.config.device import EngineSettings, LendSettings
 from rose.coserve import messages
 from rose.coserve.messages import Control
 from rose.engines.base import EngineFacts
-from rose.errors import RequestRefused, Unavailable
+from rose.errors import ModelError, RequestRefused, Unavailable
 from rose.front import supervisor
 from rose.front.lending import LendingDesk
 from rose.front.standing import HELD_BACK
@@ -52,12 +52,15 @@ class Engines:
 
     def __init__(self, command: messages.Start) -> None:
         self.starts: list[messages.Start] = []
+        self.unable: Callable[[messages.Start], bool] = lambda command: False
         self.supervisor = Supervisor(command, on_progress=lambda what: None)
         self.desk = LendingDesk(self.supervisor, "token", Metrics(process_facts=False))
         self.newest: FakeChannel
 
     async def start(self, command: messages.Start, **_: Any) -> FakeChannel:
         self.starts.append(command)
+        if self.unable(command):
+            raise ModelError("there is no such folder")
         self.newest = FakeChannel()
         return self.newest
 
@@ -220,6 +223,49 @@ def test_an_engine_that_dies_without_lending_is_given_up(
         assert engines.has_given_up
 
     tell(story, command)
+
+
+def is_lent(command: messages.Start) -> bool:
+    return command.lend is not None
+
+
+@pytest.mark.parametrize("said", [[], [DRAIN], [PAUSE, Control("limits", 0.5)]], ids=["lent", "drained", "limited"])
+def test_an_engine_that_does_not_start_with_the_rollout_model_is_started_without(
+    tell: Callable[..., None], said: list[Control]
+) -> None:
+    async def story(engines: Engines) -> None:
+        await engines.say(*said)
+        engines.unable = is_lent
+        await engines.die()
+        assert engines.supervisor.trouble is None
+        assert [is_lent(start) for start in engines.starts] == [True, True, False]
+        status = await engines.desk.ask(Control("status"))
+        assert (status.state, status.model, status.lent_steps) == ("failed", "absent", 0)
+        assert "there is no such folder" in status.why and status.memory_share == (0.5 if len(said) == 2 else 1.0)
+        for word in (RESUME, DRY_RUN, Control("limits", 2.0)):
+            with pytest.raises(RequestRefused, match="restart the device"):
+                await engines.say(word)
+        await engines.say(PAUSE)
+        await engines.die()
+        assert not is_lent(engines.starts[-1]), "until the device is restarted"
+
+    tell(story)
+
+
+def test_an_engine_that_starts_neither_way_was_not_the_rollout_models_fault(tell: Callable[..., None]) -> None:
+    async def story(engines: Engines) -> None:
+        engines.unable = lambda command: len(engines.starts) < 5
+        await engines.die()
+        assert [is_lent(start) for start in engines.starts] == [True, True, False, True, False]
+        assert not engines.supervisor.orders.is_lending
+        engines.unable = lambda command: len(engines.starts) < 7
+        await engines.die()
+        assert is_lent(engines.starts[-1]) and engines.lend == LENT.lend, "tried again, and nothing is held back"
+        engines.unable = lambda command: True
+        await engines.die()
+        assert engines.has_given_up
+
+    tell(story)
 
 
 def test_deaths_after_a_long_life_hold_nothing_back(tell: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

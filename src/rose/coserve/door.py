@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from contextlib import suppress
 
+from rose.coserve import messages
 from rose.coserve.link import EngineLink
 
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: what SO_PEERCRED gives
@@ -28,6 +30,15 @@ def address_of(listener: socket.socket) -> str:
     """How the address is written on a command line: the name without its leading zero byte."""
     name: bytes = listener.getsockname()
     return name[1:].decode()
+
+
+def turn_away(listener: socket.socket, why: str) -> None:
+    """Whoever waits at a door behind which there is no seat; the listener does not block."""
+    said = messages.frame(messages.Failed(messages.Fault("Unavailable", why)))
+    with suppress(BlockingIOError, ConnectionAbortedError):
+        while True:
+            with listener.accept()[0] as guest, suppress(OSError):
+                guest.sendall(said)  # fits into the buffer of a new connection
 
 
 class Door:

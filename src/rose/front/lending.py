@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 
 from rose.coserve import messages
-from rose.errors import RoseError, Unavailable
+from rose.errors import RequestRefused, RoseError, Unavailable
 from rose.front.standing import STOPS
 from rose.front.supervisor import Supervisor
 from rose.observe.journal import Journal
@@ -22,6 +22,7 @@ from rose.observe.metrics import Metrics
 logger = logging.getLogger("rose.front")
 
 REFRESH_S = 1.0  # a scrape does not wait longer for an engine that is busy; it then shows the last figures
+KINDS = ("step", "ttft", "tpot")  # of breaches
 BREACHES_LOGGED = 20  # then only counted: a device in trouble must not fill the disk with it
 
 
@@ -61,6 +62,12 @@ class LendingDesk:
         return status
 
     async def _ask(self, control: messages.Control) -> messages.LendingStatus:
+        orders = self._engine.orders
+        if orders.removed and orders.told is not None and self._engine.trouble is None:
+            self._last = without_rollouts(orders.told, orders.removed)
+            if control.action in ("resume", "dry_run", "limits"):
+                raise RequestRefused(orders.removed, hint="restart the device to lend it again")
+            return self._last
         reply = await self._engine.ask(control)
         if reply.lending is None:
             raise Unavailable("the device cannot say how it is lent", hint="restart it to lend it again")
@@ -93,6 +100,20 @@ class LendingDesk:
             self._journal.append(breach.at_s, breach)
 
 
+def without_rollouts(lend: messages.Lend, why: str) -> messages.LendingStatus:
+    """How it stands on an engine that was started without the rollout model."""
+    limits = next((word for word in lend.words if word.action == "limits"), messages.Control("limits"))
+    shares = (limits.memory_share, lend.terms.memory_share), (limits.compute_share, lend.terms.compute_share)
+    memory_share, compute_share = (said if said is not None else given for said, given in shares)
+    return messages.LendingStatus(
+        state="failed", why=why, mode=lend.terms.mode, model="absent", model_bytes=0, activation_s=None, parking_s=None,
+        running=0, waiting=0, lent_steps=0, lent_tokens=0, lent_s=0.0, evictions=0, evicted_tokens=0,
+        breaches=dict.fromkeys(KINDS, 0), doubtful=0, breaker_trips=0, page_bytes=lend.terms.page_kb << 10, pages=0,
+        rollout_pages=0, rollout_pages_max=0, serving_pages=0, headroom_pages=0, memory_state="open",
+        lending_stretch=1.0, memory_share=memory_share, compute_share=compute_share,
+    )  # fmt: skip
+
+
 # Figures
 
 Status = Callable[[], messages.LendingStatus | None]
@@ -102,7 +123,7 @@ Read = Callable[[messages.LendingStatus], float]
 def mirror_lending(metrics: Metrics, status: Status) -> None:
     """Everything that lending counts, as it is when somebody looks; nothing while there is no status."""
     what = "Lent steps over their estimate, and missed deadlines that serving alone would have met."
-    by_kind = {kind: _breaches(status, kind) for kind in ("step", "ttft", "tpot")}
+    by_kind = {kind: _breaches(status, kind) for kind in KINDS}
     metrics.mirror_by("counter", "rose_slo_breaches", what, "kind", by_kind)
     for name, what, read in _COUNTERS:
         metrics.mirror("counter", name, what, _reading(status, read))

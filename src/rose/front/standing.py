@@ -4,6 +4,10 @@ An engine that dies forgets what it was told. The next one hears it with its sta
 step, so there is no moment in which it lends against the owner's word. Rollouts run in the engine's process and may be
 what kills it: if it was lent and died soon after its start, twice in a row, the next one starts with rollouts held back
 until the owner says `resume`. A death of an engine that was lent is no reason to give up serving; one that was not is.
+
+A held back model is loaded all the same, so that `resume` is quick. If an engine does not even get ready, the model's
+folder may be gone or its loading be fatal: the next one is started without it, and serves. If that fails too it was
+not the rollout model, and lending is tried again.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ HELD_BACK = (
     "the engine died twice in a row soon after its start while it was lent: rollouts are held back; "
     "`rose lend resume` tries again"
 )
+REMOVED = "the engine could not be restarted with the rollout model and serves without it: {why}"
 
 
 class StandingOrders:
     """One per device. Tell it what the owner said and how engines died; every new engine gets `lend`."""
 
     def __init__(self, lend: messages.Lend | None) -> None:
+        self.removed = ""  # why the next engine is started without the rollout model
         self._lend = lend
         self._words: dict[str, messages.Control] = {}  # by action, in the order in which they were last said
         self._held_back = ""
@@ -36,6 +42,11 @@ class StandingOrders:
     @property
     def lend(self) -> messages.Lend | None:
         """On what terms the next engine is lent; None if it is not."""
+        return None if self.removed else self.told
+
+    @property
+    def told(self) -> messages.Lend | None:
+        """On what terms it would be; None if the device never is."""
         if self._lend is None:
             return None
         return msgspec.structs.replace(self._lend, words=tuple(self._words.values()), held_back=self._held_back)
@@ -43,7 +54,7 @@ class StandingOrders:
     @property
     def is_lending(self) -> bool:
         """Rollouts may run: they may be what kills the engine."""
-        return self._lend is not None and not self._held_back and not any(word in STOPS for word in self._words)
+        return self.lend is not None and not self._held_back and not any(word in STOPS for word in self._words)
 
     def said(self, word: messages.Control) -> None:
         """By the owner."""
@@ -60,10 +71,12 @@ class StandingOrders:
                 self._words.pop(stop, None)
             self._held_back, self._deaths = "", 0
 
-    def died(self, *, is_quick: bool) -> bool:
-        """An engine, soon after its start or not; whether it was lent."""
+    def died(self, *, is_quick: bool, unready: str = "") -> bool:
+        """An engine, soon after its start or not, or before it was ready for this reason; whether it was lent."""
         was_lent = self.is_lending
-        if not is_quick:
+        if unready:
+            self._change_sides(unready)
+        elif not is_quick:
             self._deaths = 0
         elif was_lent:
             self._deaths += 1
@@ -71,3 +84,10 @@ class StandingOrders:
             logger.error(HELD_BACK)
             self._held_back = HELD_BACK
         return was_lent
+
+    def _change_sides(self, why: str) -> None:
+        if self._lend is None:
+            return
+        self.removed = "" if self.removed else REMOVED.format(why=why)
+        if self.removed:
+            logger.error("%s: the next one is started without the rollout model", why)

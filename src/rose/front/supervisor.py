@@ -4,7 +4,8 @@ The first start may fail, and then the device does not start at all: a bad model
 engine that dies is started again, after a pause that doubles with every quick death; after `QUICK_DEATHS_MAX` of them
 in a row the supervisor gives up, and so does the device. In between, requests are refused with the reason. An engine
 that no longer answers is killed and then treated like any other dead one. Of a device that is lent, a new engine has
-the owner's word and its limits from its start on, and deaths that rollouts may have caused do not count (standing.py).
+the owner's word and its limits from its start on, and deaths that rollouts may have caused do not count; one that does
+not start with the rollout model is started without (standing.py), and rollouts' fronts are told why at the door.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgspec
 
 from rose.coserve import messages
 from rose.coserve.channel import DeviceChannel
+from rose.coserve.door import turn_away
 from rose.coserve.mailbox import Mailbox
 from rose.engines.base import EngineFacts, Request
 from rose.errors import QueueFull, RoseError, Unavailable
@@ -111,25 +113,39 @@ class Supervisor:
             await asyncio.gather(self._keeper, return_exceptions=True)
         if self._channel is not None:
             await self._channel.close()
+        if self._door is not None:
+            asyncio.get_running_loop().remove_reader(self._door)
 
     async def _start_engine(self) -> None:
-        command = msgspec.structs.replace(self._command, lend=self.orders.lend)
-        channel = await DeviceChannel.start(command, door=self._door, on_progress=self._on_progress)
+        lend = self.orders.lend
+        command, door = msgspec.structs.replace(self._command, lend=lend), self._door if lend is not None else None
+        if self._door is not None:
+            self._doorman(self._door)
+        channel = await DeviceChannel.start(command, door=door, on_progress=self._on_progress)
         channel.on_step = lambda stepped: self.on_step(stepped)
         channel.on_word = lambda word: self.on_word(word)
         channel.on_lending = lambda: self.on_lending()
         self._tally.started(channel.facts)
         self._channel = channel
 
+    def _doorman(self, door: socket.socket) -> None:
+        """While the engine runs without rollouts nobody else opens to their front; then it is told why here."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(door)
+        if self.orders.removed:
+            door.setblocking(False)
+            loop.add_reader(door, turn_away, door, self.orders.removed)
+
     async def _keep(self) -> None:
         deaths = own_deaths = 0
+        unready = ""  # why the last engine did not start
         while True:
             born_s = time.monotonic()
             if self._channel is not None:
                 self._mourn(await self._until_gone(self._channel))
             is_quick = time.monotonic() - born_s < QUICK_DEATH_S
             deaths = deaths + 1 if is_quick else 1
-            was_lent = self.orders.died(is_quick=is_quick)
+            was_lent = self.orders.died(is_quick=is_quick, unready=unready)
             own_deaths = (own_deaths if is_quick else 0) + (not was_lent)
             if own_deaths >= QUICK_DEATHS_MAX:
                 self.gave_up.set_result(
@@ -140,7 +156,7 @@ class Supervisor:
                 )
                 return
             await asyncio.sleep(min(PAUSE_LONGEST_S, PAUSE_FIRST_S * 2 ** (deaths - 1)))
-            await self._try_again()
+            unready = await self._try_again()
 
     async def _until_gone(self, channel: DeviceChannel) -> Unavailable:
         """Wait for the engine's end, asking now and then whether it is still there."""
@@ -164,10 +180,13 @@ class Supervisor:
         self._channel = None
         self._reason = Unavailable(f"{reason.what}; it is being restarted", hint="retry a little later")
 
-    async def _try_again(self) -> None:
+    async def _try_again(self) -> str:
+        """Why it did not work, or nothing."""
         try:
             await self._start_engine()
-            logger.warning("the engine is running again")
         except RoseError as error:
             logger.error("the engine cannot be restarted: %s", error.what)
             self._reason = Unavailable(f"the engine cannot be restarted: {error.what}")
+            return error.what
+        logger.warning("the engine is running again")
+        return ""

@@ -114,7 +114,7 @@ class Run:
                 load = options.Load("capacity", 1.0)
                 found = calibrator.run(load, "given")
             else:
-                found = calibrator.run(self.arguments.load, self.arguments.budget)
+                found = calibrator.run(self.arguments.load, self.arguments.budget, self.arguments.rate_rps)
             self.store.keep("calibration", found)
         return found
 

@@ -129,9 +129,11 @@ class Calibrator:
         self._alone, self._trace, self._effort, self._seed, self._say = alone, trace, effort, seed, say
         self._tried: list[dict[str, Any]] = []
 
-    def run(self, load: Load, budget: str) -> Calibration:
+    def run(self, load: Load, budget: str, rate_rps: float | None = None) -> Calibration:
+        """`rate_rps` if it is known what the load means."""
         capacity_rps = self.capacity()
-        rate_rps = self.rate(load, capacity_rps)
+        if rate_rps is None:
+            rate_rps = self.rate(load, capacity_rps)
         ttft_ms, tpot_ms = GIVEN_MS if budget == "given" else self.budgets(rate_rps)
         return Calibration(capacity_rps, rate_rps, ttft_ms, tpot_ms, self._tried)
 

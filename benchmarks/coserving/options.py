@@ -41,6 +41,13 @@ def load_of(text: str) -> Load:
     return Load(kind, share)
 
 
+def positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"`{text}` is not a rate: give requests per second, more than 0")
+    return number
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests to replay: our CSV, Azure's or Mooncake's")
     parser.add_argument(
@@ -55,8 +62,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--requests", type=int, metavar="N", help="for alone, decode and idle; the rest get at most 300"
     )
     parser.add_argument(
-        "--search-requests", type=int, metavar="N", help="of each try in the search for alone99 (1000; 40 if quick)"
-    )
+        "--search-requests", type=int, metavar="N",
+        help="of each try in the search for alone99 (1000; 40 if quick); with fewer than the run has, alone may attain "
+        "less in it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rate-rps", type=positive, metavar="R",
+        help="what --load was found to mean in an earlier run; what serving alone attains at it is in the report",
+    )  # fmt: skip
     parser.add_argument(
         "--work", type=Path, metavar="FOLDER", help="where segments are kept; the same call goes on there"
     )
@@ -93,6 +106,7 @@ def fingerprint(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": arguments.model,
         "requests": arguments.requests,
         "search_requests": arguments.search_requests,
+        "rate_rps": arguments.rate_rps,
         "kv_memory_mb": arguments.kv_memory_mb,
         "seed": arguments.seed,
         "quick": arguments.quick,

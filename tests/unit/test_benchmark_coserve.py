@@ -201,6 +201,9 @@ def test_calibration_finds_the_load_of_a_device_it_can_reckon_with():
     assert calibrator.rate(options.Load("capacity", 0.2), 25.0) == 5.0
     assert 0.5 * 25 < calibrator.rate(options.Load("alone99"), 25.0) < 25  # it never misses
     assert said and len(said) == len(found.tried)
+    known = calibrate.Calibrator(alone, conversation(), calibrate.Effort(), 0, said.append)
+    found = known.run(options.Load("alone99"), "given", rate_rps=3.0)
+    assert found.rate_rps == 3.0 and {tried["what"] for tried in found.tried} == {"saturated"}, "nothing is searched"
 
 
 # Store

@@ -129,8 +129,9 @@ def test_frequencies_are_those_of_transformers(tmp_path: Path, case: str, head_s
     ours, scaling = rope_frequencies(read_spec(tmp_path))
     assert ours.dtype == np.float32
     assert scaling == theirs.attention_scaling
-    # Equal but for the last bit, which the two libraries' powers do not always share.
-    np.testing.assert_allclose(ours, theirs.inv_freq.numpy(), rtol=3e-7, atol=0)
+    # Equal but for the last bit of a power, which differs between the two libraries by machine; llama3's blend makes
+    # three of it.
+    np.testing.assert_allclose(ours, theirs.inv_freq.numpy(), rtol=6e-7, atol=0)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,8 @@ from rose.core.trajectory import Trajectory
 from rose.envs.frozenlake import FrozenLake, LakeSettings
 from rose.envs.registry import ENVIRONMENTS, Entry
 from rose.envs.trouble import TroubleSettings
-from rose.launch.rollouts import Rollouts
+from rose.launch.job import shown_played
+from rose.launch.rollouts import Played, Rollouts
 from rose.launch.settings import GroupSettings, RunSettings, load_run_settings
 from rose.models.folder import ModelFolder, load_model_folder
 from rose.models.presets import write_preset
@@ -34,6 +36,18 @@ def rollouts_on(gateway: FakeGateway, model: ModelFolder, settings: RunSettings)
 
 def small(**changes: Any) -> RunSettings:
     return replace(load_run_settings(), groups=GroupSettings(**({"groups": 2, "size": 6, "draws_max": 12} | changes)))
+
+
+def test_the_mean_reward_does_not_depend_on_who_ended_first():
+    """Added up one after the other, these four are told as -0.2437 or -0.2438."""
+    rewards = (-0.5, 0.0625, -0.6, 0.0625)
+    told = set()
+    for order in itertools.permutations(rewards):
+        played = Played([], StepGroups())
+        for reward in order:
+            played.add(Trajectory("t", "g", (), (), (), (), reward))
+        told.add(shown_played(played)["reward_mean"])
+    assert told == {-0.2437} and shown_played(Played([], StepGroups()))["reward_mean"] == 0.0
 
 
 def test_a_step_is_played_fetched_and_balanced(model):

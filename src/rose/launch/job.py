@@ -237,7 +237,7 @@ def shown_played(played: Played) -> dict[str, Any]:
     return {
         "trajectories": played.trajectories,
         "successes": played.successes,
-        "reward_mean": round(played.reward_sum / max(1, played.trajectories), 4),
+        "reward_mean": round(played.reward_mean, 4),
         "turns": played.turns,
         "invalid_turns": played.invalid_turns,
         "generated_tokens": played.generated_tokens,

@@ -11,6 +11,7 @@ may come back in several branches.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -45,7 +46,7 @@ class Played:
     counts: StepGroups
     trajectories: int = 0
     successes: int = 0
-    reward_sum: float = 0.0
+    rewards: list[float] = field(default_factory=list)
     turns: int = 0
     invalid_turns: int = 0
     generated_tokens: int = 0
@@ -54,10 +55,15 @@ class Played:
     def add(self, trajectory: Trajectory) -> None:
         self.trajectories += 1
         self.successes += trajectory.is_success
-        self.reward_sum += trajectory.reward
+        self.rewards.append(trajectory.reward)
         self.turns += trajectory.turns
         self.invalid_turns += trajectory.invalid_turns
         self.generated_tokens += trajectory.generated_tokens
+
+    @property
+    def reward_mean(self) -> float:
+        """The same to the last digit in whichever order the episodes ended, as in a run that was killed and went on."""
+        return math.fsum(self.rewards) / max(1, len(self.rewards))
 
 
 class Rollouts:

@@ -72,7 +72,7 @@ METHOD = {
 }
 COLUMNS = (
     "mode", "requests", "percentile", "ttft_p99_ms", "tpot_p99_ms", "itl_p99_ms", "worst_minute_ttft_p99_ms",
-    "attainment", "rollout_tok_s", "serving_time_share", "breaches", "breaker_trips",
+    "attainment", "rollout_tok_s", "serving_time_share", "breaches", "late_requests", "doubtful", "breaker_trips",
     "budget_used_ttft", "budget_used_tpot", "other_cores_share", "foreign_share",
 )  # fmt: skip
 

@@ -33,10 +33,12 @@ READY = re.compile(r" is ready at (http://\S+?)(?:/v1)?/?\s*$")
 ROLLOUT = re.compile(r"lending to .* at (http://[^\s/]+)")
 STEP_SECONDS = "rose_step_seconds_total"
 BREACHES, TRIPS = "rose_slo_breaches_total", "rose_breaker_trips_total"
+LATE_TTFT, LATE_TPOT = (f'{BREACHES}{{kind="{kind}"}}' for kind in ("ttft", "tpot"))
+DOUBTFUL = "rose_slo_doubtful_total"
 LENDING = "rose_lending"  # 1 while it is lent, 0 while the owner or the breaker stopped it
 LENT_TOKENS, EVICTED_TOKENS = "rose_rollout_tokens_total", "rose_rollout_evicted_tokens_total"
 UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)", re.MULTILINE)
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})? (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Device:
             move(pid, OTHER_CORES)
 
     def counters(self, *, of_rollouts: bool = False) -> dict[str, float]:
-        """Everything on the metrics page, summed over labels."""
+        """Everything on the metrics page, summed over labels and with them."""
         url = self.rollout_url if of_rollouts else self.url
         request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {self.token}"})
         try:
@@ -150,10 +152,11 @@ class Device:
 
 
 def samples(page: str) -> dict[str, float]:
-    """A Prometheus page as numbers by name, summed over labels."""
+    """A Prometheus page as numbers: by name, summed over labels, and by name with labels."""
     found: dict[str, float] = {}
-    for name, value in _SAMPLE.findall(page):
-        found[name] = found.get(name, 0.0) + float(value)
+    for name, labels, value in _SAMPLE.findall(page):
+        for key in {name, name + labels}:
+            found[key] = found.get(key, 0.0) + float(value)
     return found
 
 

@@ -85,6 +85,8 @@ def row_of(findings: Findings, mode: str) -> dict[str, Any]:
     row["breaches"] = _total(pieces, lambda piece: piece.breaches)
     if row["breaches"] is None:
         reasons["breaches"] = "no device here counts them" if mode == "halves" else "the device does not show them"
+    row["late_requests"] = _total(pieces, lambda piece: piece.late_requests)
+    row["doubtful"] = _total(pieces, lambda piece: piece.doubtful)
     row["breaker_trips"] = _total(pieces, lambda piece: piece.breaker_trips)
     row["is_lending_share"] = _average(pieces, lambda piece: piece.is_lending_share)
     row["lent_tok_s"] = _average(pieces, lambda piece: piece.lent_tok_s)

@@ -9,7 +9,10 @@ from pathlib import Path
 from coserving.calibrate import Trial
 from coserving.devices import (
     BREACHES,
+    DOUBTFUL,
     EVICTED_TOKENS,
+    LATE_TPOT,
+    LATE_TTFT,
     LENDING,
     LENT_TOKENS,
     STEP_SECONDS,
@@ -132,6 +135,8 @@ class Stage:
             serving_step_s=account.of(STEP_SECONDS) if site.is_shared else None,
             serving_cpu_s=account.engine_cpu_s,
             breaches=account.of(BREACHES),
+            late_requests=account.sum_of(LATE_TTFT, LATE_TPOT),
+            doubtful=account.of(DOUBTFUL),
             lent_tok_s=account.lent_tok_s,
             breaker_trips=account.of(TRIPS),
             is_lending_share=account.mean(LENDING),
@@ -154,6 +159,10 @@ class _Account:
 
     def of(self, name: str) -> float | None:
         return self._now[name] - self._before.get(name, 0.0) if name in self._now else None
+
+    def sum_of(self, *names: str) -> float | None:
+        values = [self.of(name) for name in names]
+        return sum(value for value in values if value is not None) if None not in values else None
 
     def mean(self, name: str) -> float | None:
         """Of a gauge, at the beginning and in the end."""

@@ -41,12 +41,14 @@ class Measured(msgspec.Struct):
     rows: list[Row] = []
     serving_step_s: float | None = None  # by the engine's own account
     serving_cpu_s: float | None = None  # of its engine's process
-    breaches: float | None = None
+    breaches: float | None = None  # late steps too
     rollout_tokens: float | None = None  # generated and really prefilled, less what was thrown away
     rollout_at_s: list[float] = []
     rollout_total: list[float] = []  # at these times, from the start of the segment
     lent_tok_s: float | None = None  # by the device's account; the client counts whole turns
     breaker_trips: float | None = None
+    late_requests: float | None = None  # that missed a deadline, and would not have without what was lent before
+    doubtful: float | None = None  # misses that what was lent in the same busy period may explain
     is_lending_share: float | None = None  # 1 if the device was lent at the beginning and in the end
     rollout_notes: dict[str, float] = {}
     cores: Shares | None = None

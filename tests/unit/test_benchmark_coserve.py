@@ -351,9 +351,20 @@ def test_budgets_that_serving_alone_uses_up_are_not_held_against_lending():
     assert used[0]["ok"] and "does not apply" in used[0]["reason"]
 
 
-@pytest.mark.parametrize("more", [{"budget": "calibrated"}, {"is_worst_case": True}])
-def test_only_attainment_counts_at_calibrated_budgets_and_in_the_worst_case(more):
-    assert len(judged(full(), **more)) == 2
+def test_only_attainment_counts_at_calibrated_budgets():
+    assert len(judged(full(), budget="calibrated")) == 2
+
+
+@pytest.mark.parametrize(
+    "late, doubtful, points, ok",
+    [(0, 0, 0.0, True), (1, 0, 5.0, False), (0, 1, 5.0, False), (None, 0, None, False), (0, None, None, False)],
+)
+def test_in_the_worst_case_the_devices_own_ledger_counts_too(late, doubtful, points, ok):
+    found = full()
+    first, second = found.modes["decode"].values()
+    first.late_requests, second.late_requests, first.doubtful, second.doubtful = late, 0, 0, doubtful
+    attainment, void, ledger = judged(found, is_worst_case=True)
+    assert attainment["ok"] and void["ok"] and (ledger["value"], ledger["ok"]) == (points, ok)
 
 
 def test_the_tolerance_is_the_wider_of_two():
@@ -368,7 +379,7 @@ def test_the_tolerance_is_the_wider_of_two():
 def test_metrics_are_summed_over_labels():
     page = '# TYPE a counter\na_total{model="x"} 2.0\na_total{model="y"} 1.5\nb 1e3\nrose_step_seconds_total 4.5\n'
     found = devices.samples(page)
-    assert found["a_total"] == 3.5 and found["b"] == 1000.0
+    assert found["a_total"] == 3.5 and found["b"] == 1000.0 and found['a_total{model="y"}'] == 1.5
     assert found[devices.STEP_SECONDS] == 4.5
 
 

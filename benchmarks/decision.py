@@ -64,7 +64,7 @@ def measure(admission: Admission, view: ServingView, decisions: int) -> tuple[li
 
 
 def row(mode: Mode, case: str, view: ServingView, arguments: Any) -> dict[str, Any]:
-    budgets = Budgets(ttft_s=0.5, tpot_s=0.15)
+    budgets = Budgets(ttft_s=0.5, tpot_s=0.15, answer_s=60.0)
     serving = learnt((1.2e-4, 8e-5, 1.5e-7, 8e-8, 2e-6), arguments.seed)
     rollout = learnt((8e-5, 3e-5, 2e-8, 5.5e-8, 3e-6), arguments.seed + 1)
     limits = LendingLimits(serving_sequences=4 * REQUESTS)  # seats left, or decode mode would not look any further

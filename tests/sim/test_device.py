@@ -15,12 +15,14 @@ import pytest
 from rose.core.slo import Budgets
 from rose.engines.base import Request
 from rose.sim.device import SEQUENCES, WIDE, Device, Report, World
+from rose.sim.promises import Served
 from rose.sim.traffic import Traffic
 
 SIMULATE_S = float(os.environ.get("ROSE_SIMULATE_S", "30"))
 SEEDS_MIN = 12
 SEEDS_KEPT = (9,)
 BURSTS = Traffic(30, burst=8.0, spikes=2)
+PATIENT = Budgets(0.5, 0.15)
 GPU = {"serving": "h800-qwen2.5-7b", "rollout": "h800-qwen3-8b"}
 
 
@@ -134,6 +136,21 @@ def test_budgets_that_serving_itself_half_uses_up_are_kept():
     decode = run(dataclasses.replace(world, mode="decode", budgets=budgets))
     assert decode.attainment(budgets) >= alone.attainment(budgets) - 0.002
     assert decode.rollout_tokens_per_s > 10_000, "between requests it lends as ever"
+
+
+def test_no_answer_takes_longer_than_users_wait_for_it():
+    """Every token comes in time, and still long answers took so long that their users had gone."""
+    patient = World("decode", Traffic(1.5, prompt_tokens=40, output_tokens=60), seed=3, until_s=40, budgets=PATIENT)
+    hurried = dataclasses.replace(patient, budgets=dataclasses.replace(PATIENT, answer_s=6.0))
+    alone, slow, quick = (run(world) for world in (dataclasses.replace(patient, mode=None), patient, hurried))
+    assert max(answer_s(one) for one in alone.served) < 2.0
+    assert sum(answer_s(one) > 6.0 for one in slow.served) > 3 and slow.attainment(PATIENT) == 1.0
+    assert max(answer_s(one) for one in quick.served) < 6.0 and quick.attainment(PATIENT) == 1.0
+    assert quick.rollout_tokens_per_s > 0.9 * slow.rollout_tokens_per_s
+
+
+def answer_s(served: Served) -> float:
+    return served.last_token_s - served.request.arrival_s
 
 
 def test_stalls_are_counted_and_nothing_else_suffers():

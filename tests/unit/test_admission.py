@@ -15,7 +15,7 @@ from rose.core.dry_run import DryRun
 from rose.core.facts import RolloutView, RunningRequest, ServingView, StepFeatures, WaitingRequest
 from rose.core.latency import LatencyModel
 from rose.core.ration import Ration
-from rose.core.slo import Budgets, OwnGaps
+from rose.core.slo import Budgets, OwnAnswers, OwnGaps
 from rose.errors import ConfigError
 from rose.sim.models import learnt
 
@@ -142,6 +142,41 @@ def test_what_serving_itself_needs_between_tokens_is_not_lent():
     idle = admission("decode")
     idle.own_gaps.observe(1.0)
     assert idle.decide(IDLE, ROLLOUT, NOW_S).is_open(NOW_S), "without requests there is nobody to keep waiting"
+
+
+def answering(*ages_s: float) -> ServingView:
+    """Requests that came so long ago, each with a new token."""
+    return ServingView(1, (), tuple(RunningRequest(NOW_S - 0.001, 100, NOW_S - age_s) for age_s in ages_s))
+
+
+@pytest.mark.parametrize(
+    "story, ages_s, own_s, is_open",
+    [
+        ("young answers are slowed down", (1.0, 41.0), 2.0, True),
+        ("one that has taken 0.7 of what users wait is left alone", (1.0, 42.5), 2.0, False),
+        ("until users have given up, or are known to be patient", (1.0, 59.9), 2.0, False),
+        ("and then no longer", (1.0, 60.5), 2.0, True),
+        ("where serving needs long for an answer it has to begin earlier", (31.0,), 30.0, False),
+        ("but not before", (29.0,), 30.0, True),
+        ("answers that take serving itself longer are not for the impatient", (50.0,), 61.0, True),
+    ],
+)
+def test_an_answer_that_has_taken_long_already_is_left_alone(story, ages_s, own_s, is_open):
+    """Every token in time may still be an answer of a minute, on which proxies give up."""
+    for mode, expected in (("decode", is_open), ("idle", False)):
+        lender = admission(mode, budgets=dataclasses.replace(BUDGETS, answer_s=60.0))
+        lender.own_answers.observe(own_s)
+        grant = lender.decide(answering(*ages_s), ROLLOUT, NOW_S)
+        assert grant.is_open(NOW_S) is expected, story
+    assert admission("decode").decide(answering(50.0), ROLLOUT, NOW_S).is_open(NOW_S), "nobody said how long users wait"
+
+
+def test_a_step_beside_an_answer_ends_before_the_answer_is_too_old():
+    lender = admission("decode", budgets=dataclasses.replace(BUDGETS, answer_s=60.0))
+    grant = lender.decide(answering(42.0 - 0.02), ROLLOUT, NOW_S)
+    assert grant.is_open(NOW_S) and grant.until_s + lender.expected_s(grant, ROLLOUT) <= NOW_S + 0.02
+    assert "no step fits" in lender.decide(answering(42.0 - 1e-4), ROLLOUT, NOW_S).reason
+    assert "long already" in lender.decide(answering(42.0), ROLLOUT, NOW_S).reason
 
 
 def test_the_guard_keeps_room_for_the_next_request():
@@ -367,15 +402,16 @@ def test_slow_tokens_are_a_breach_if_alone_they_were_not():
     assert ledger.finished("b", 6, 0.1 + 5 * 0.3) is None
 
 
-def test_what_serving_itself_took_for_a_token_is_all_but_what_was_lent():
-    gaps = OwnGaps()
-    ledger = Ledger(BUDGETS, gaps)
+def test_what_serving_itself_took_for_a_token_and_an_answer_is_all_but_what_was_lent():
+    gaps, answers = OwnGaps(), OwnAnswers()
+    ledger = Ledger(BUDGETS, gaps, answers)
     ledger.arrived("a", 0.0)
     ledger.lent(0.05, 0.09, upper_s=math.inf)
     ledger.first_token("a", 0.1)
     ledger.lent(0.1, 0.6, upper_s=math.inf)
     ledger.finished("a", 6, 0.1 + 5 * 0.13)
     assert gaps.typical == pytest.approx(0.03), "a gap of 130 ms, of which 100 were lent"
+    assert answers.typical == pytest.approx(0.75 - 0.04 - 0.5), "of its 750 ms"
     ledger.arrived("b", 1.0)
     ledger.finished("b", 1, 1.1)
     ledger.arrived("c", 1.0)

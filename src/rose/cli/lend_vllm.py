@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ttft-ms", type=float, default=500.0, help="budget for a first token (default 500)")
     group.add_argument("--tpot-ms", type=float, default=150.0, help="budget for every later token (default 150)")
     group.add_argument("--slack-share", type=float, default=0.7, help="of the budgets that lending may use up (0.7)")
+    group.add_argument("--answer-s", type=float, default=60.0, help="users wait this long for an answer (default 60)")
     group.add_argument("--max-sequences", type=int, default=16, help="rollouts at once (default 16)")
     group.add_argument("--max-context", type=int, default=4096, help="longest rollout; 0 is the model's (default 4096)")
     group.add_argument("--step-tokens", type=int, default=256, help="of the largest rollout step (default 256)")
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rose.rollout.vllm_agent import VllmLending
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    budgets = Budgets(arguments.ttft_ms / 1000, arguments.tpot_ms / 1000, arguments.slack_share)
+    budgets = Budgets(arguments.ttft_ms / 1000, arguments.tpot_ms / 1000, arguments.slack_share, arguments.answer_s)
     engine = RolloutEngine(
         arguments.rollout_model,
         arguments.device,
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         budgets.tpot_s,
         budgets.slack_share,
         compute_share,
+        budgets.answer_s,
     )
     doors = Doors(arguments.gateway, arguments.worker_name, arguments.owner_port)
     return asyncio.run(lend(lending, doors))

@@ -58,6 +58,12 @@ class LendSettings:
     ttft_ms: float = setting(500.0, "serving's budget for the first token", minimum=1, maximum=3_600_000)
     tpot_ms: float = setting(150.0, "serving's budget for each later token", minimum=0.1, maximum=3_600_000)
     slack_share: float = setting(0.7, "share of the budgets that lending may use up", minimum=0.05, maximum=1)
+    answer_s: float = setting(
+        60.0,
+        "how long users and proxies wait for a whole answer; lending leaves one alone that gets near it",
+        minimum=1,
+        maximum=86400,
+    )
     headroom_share: float = setting(0.2, "share of the KV memory kept free for serving", minimum=0.01, maximum=0.9)
     regrowth: Literal["hysteresis", "swap"] = setting("hysteresis", "how rollouts get memory back after a cut")
     memory_share: float = setting(1.0, "most of the KV memory that rollouts may hold", minimum=0, maximum=1)

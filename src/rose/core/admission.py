@@ -5,7 +5,8 @@
           serving itself needs of it for 99 requests in 100, and to all of it should a typical prompt come and share
           serving's next step. Never while a prompt waits; never if a typical
           request that came now would then miss its share of the TTFT budget; not while more than half the seats are
-          taken; and for a second after serving had work for most of its time (`core/demand.py`), only as `idle`.
+          taken, or beside an answer that has taken long already; and for a second after serving had work for most of
+          its time (`core/demand.py`), only as `idle`.
 `paper`   while every known request and the next typical one keep any slack at all; whole steps or none.
 `alternate`, `fcfs`  no admission, to compare with: a step each in turn; the side whose oldest request came first.
 
@@ -32,8 +33,10 @@ from rose.core.latency import LatencyModel
 from rose.core.slo import (
     Budgets,
     Outlook,
+    OwnAnswers,
     OwnGaps,
     PromptLengths,
+    answer_slack_s,
     arrival_slack_s,
     decode_slack_s,
     look_ahead,
@@ -124,7 +127,7 @@ class _Step:
 
 class Admission:
     """Tell it of every prompt that comes (`prompts.observe`), of every step of serving's (`demand.served`) and of what
-    serving took for a token itself (`own_gaps.observe`); ask `decide` before every step; obey."""
+    serving took for a token and an answer itself (`own_gaps`, `own_answers`); ask `decide` before every step; obey."""
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class Admission:
         self.rollout = rollout
         self.limits = limits or LendingLimits()
         self.breaker = breaker
-        self.prompts, self.own_gaps = PromptLengths(), OwnGaps()
+        self.prompts, self.own_gaps, self.own_answers = PromptLengths(), OwnGaps(), OwnAnswers()
         self.demand = Demand(serving, self.limits.serving_sequences, budgets.ttft_s)
         self._latched_until_s = -math.inf
         self._is_rollouts_turn = False
@@ -183,6 +186,15 @@ class Admission:
     def token_s(self) -> float:
         """What lending may leave between two tokens of a request; below 0 if serving itself needs more."""
         return self.budgets.slack_share * self.budgets.tpot_s - self.own_gaps.typical
+
+    @property
+    def age_s(self) -> float:
+        """How old a request may be that something is lent beside: serving needs the rest to end its answer in time.
+
+        Infinite where serving itself takes longer than that for an answer.
+        """
+        answer_s, own_s = self.budgets.answer_s, self.own_answers.typical
+        return min(self.budgets.slack_share * answer_s, answer_s - own_s) if own_s < answer_s else math.inf
 
     def is_latched(self, now_s: float) -> bool:
         return now_s < self._latched_until_s
@@ -233,8 +245,12 @@ class Admission:
             return _closed(now_s, "overload: only while serving has no work")
         if len(view.running) > self.limits.running_share * self.limits.serving_sequences:
             return _closed(now_s, "many requests are decoding: they must not live longer")
+        age_slack_s = answer_slack_s(view, self.age_s, self.budgets.answer_s, now_s)
+        if age_slack_s <= 0:
+            return _closed(now_s, "an answer has taken long already")
         typical_tokens = self.prompts.typical_tokens
         gap_s = min(
+            age_slack_s,
             decode_slack_s(view, outlook, self.token_s, now_s),
             arrival_slack_s(view, outlook, self.budgets.tpot_s, typical_tokens, now_s),
         )

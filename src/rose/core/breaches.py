@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from rose.core.slo import Budgets, OwnGaps
+from rose.core.slo import Budgets, OwnAnswers, OwnGaps
 
 STEPS_KEPT = 256  # enough to find those that ran after the oldest arrival not yet told of
 
@@ -41,6 +41,7 @@ class Breach:
 @dataclass(slots=True)
 class _Account:
     arrival_s: float
+    lent_before_s: float  # its arrival, in all
     mark_s: float  # what had been lent in all when what counts for it began
     busy_s: float  # lent before that, in the same busy period
     first_token_s: float | None = None
@@ -49,12 +50,14 @@ class _Account:
 class Ledger:
     """Tell it of lent steps and of every serving request's milestones; it answers with a breach or None.
 
-    `own_gaps` are told what serving itself took for a token, request by request.
+    `own_gaps` and `own_answers` are told what serving itself took for a token and for the answer, request by request.
     """
 
-    def __init__(self, budgets: Budgets, own_gaps: OwnGaps | None = None) -> None:
+    def __init__(
+        self, budgets: Budgets, own_gaps: OwnGaps | None = None, own_answers: OwnAnswers | None = None
+    ) -> None:
         self.budgets = budgets
-        self._own_gaps = own_gaps or OwnGaps()
+        self._own_gaps, self._own_answers = own_gaps or OwnGaps(), own_answers or OwnAnswers()
         self.total_lent_s = 0.0
         self.breaches = self.doubtful = 0
         self._busy_mark_s = self._queue_mark_s = 0.0  # lent in all when serving last had no work; when no prompt waited
@@ -83,7 +86,7 @@ class Ledger:
         if not self._waiting:
             self._queue_mark_s = before_s
         mark_s = min(before_s, self._queue_mark_s)
-        self._accounts[request_id] = _Account(arrival_s, mark_s, max(0.0, mark_s - self._busy_mark_s))
+        self._accounts[request_id] = _Account(arrival_s, before_s, mark_s, max(0.0, mark_s - self._busy_mark_s))
         self._waiting += 1
 
     def first_token(self, request_id: str, now_s: float) -> Breach | None:
@@ -103,6 +106,7 @@ class Ledger:
         gaps = tokens - 1
         lent_s, taken_s = (self.total_lent_s - account.mark_s) / gaps, (now_s - account.first_token_s) / gaps
         self._own_gaps.observe(max(0.0, taken_s - lent_s))
+        self._own_answers.observe(max(0.0, now_s - account.arrival_s - (self.total_lent_s - account.lent_before_s)))
         return self._judge("tpot", self.budgets.tpot_s, taken_s, lent_s, now_s, request_id)
 
     def kept(self, request_id: str, tokens: int, now_s: float) -> bool:

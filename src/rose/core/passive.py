@@ -188,7 +188,7 @@ class PassiveLending:
         self.rollout = rollout or StepLearner(admission.rollout)
         assert (self.serving.model, self.rollout.model) == (admission.serving, admission.rollout)
         self.trials, self.doubt = self._new_trials(), Doubt(admission.block_s)
-        self.ledger = Ledger(admission.budgets, admission.own_gaps)
+        self.ledger = Ledger(admission.budgets, admission.own_gaps, admission.own_answers)
         self.lent_steps = self.lent_tokens = 0
         self.requests = self.attained = 0
         self._open: dict[int, bool] = {}  # requests that are here: whether they have their first token

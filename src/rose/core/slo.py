@@ -4,10 +4,14 @@ A request has a deadline for its first token and one for every later token. How 
 is worked out from a `ServingView` as serving would run it: prompts first come first served, in chunks that fill a
 step beside one token of every running request. Every time is an upper estimate, so slack errs on the safe side.
 
+Tokens that all come in time may still add up to an answer that takes a minute where it took seconds, and proxies and
+clients give up on those. How long an answer will be nobody knows, so this cannot be a deadline; but lending can stop
+taking time from an answer that has taken long already.
+
 A chunk's cost is taken as linear between a step that only decodes and a full one, which needs two predictions however
 long the queue is; that requests begin to decode while later ones wait is left to the upper estimate's margin. Nobody
-knows the next request, nor what is still to come between the tokens of those that run; both are taken as the P99 of the
-last thousand.
+knows the next request, nor what is still to come between the tokens of those that run, nor how long serving itself
+will be at an answer; all are taken as the P99 of the last thousand.
 """
 
 from __future__ import annotations
@@ -27,16 +31,22 @@ PROMPT_TOKENS_UNKNOWN = 512  # before the first prompt has come
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """What serving has promised. `slack_share` scales the budgets, never what is left of them."""
+    """What serving has promised. `slack_share` scales the budgets, never what is left of them.
+
+    `answer_s` is how long users wait for a whole answer, from its arrival to the last token, if they give up at all.
+    """
 
     ttft_s: float
     tpot_s: float
     slack_share: float = 0.7
+    answer_s: float = math.inf
 
     def __post_init__(self) -> None:
         for name, value in (("ttft_s", self.ttft_s), ("tpot_s", self.tpot_s)):
             if not 0 < value < math.inf:
                 raise ConfigError(f"budget {name} is {value}, which no request can meet", hint="give seconds above 0")
+        if not self.answer_s > 0:
+            raise ConfigError(f"answer_s is {self.answer_s}, and no answer takes no time", hint="give seconds above 0")
         if not 0 < self.slack_share <= 1:
             raise ConfigError(
                 f"slack_share is {self.slack_share}; it is the part of a budget that lending may use up",
@@ -82,6 +92,13 @@ class OwnGaps(Newest):
     Others' prompts are most of it: they come between two tokens, whenever they come. What they took is not known of a
     request before it ends, and lending that had used up its budget by then would have made it miss.
     """
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+
+class OwnAnswers(Newest):
+    """Seconds that whole answers took, without what was lent."""
 
     def __init__(self) -> None:
         super().__init__(0.0)
@@ -167,6 +184,14 @@ def arrival_slack_s(view: ServingView, outlook: Outlook, tpot_s: float, typical_
     if not view.running or step_s >= tpot_s:
         return math.inf
     return _oldest_token_s(view) + tpot_s - now_s - step_s
+
+
+def answer_slack_s(view: ServingView, age_s: float, answer_s: float, now_s: float) -> float:
+    """Until the first of the running requests is so old. Who is older than `answer_s` still waits, and is patient."""
+    if age_s == math.inf:
+        return math.inf
+    arrivals_s = [request.arrival_s for request in view.running if now_s - request.arrival_s < answer_s]
+    return min(arrivals_s, default=math.inf) + age_s - now_s
 
 
 def _oldest_token_s(view: ServingView) -> float:

@@ -74,7 +74,7 @@ class Lender:
         self.serving = serving
         self.rollout = rollout
         self.admission = admission
-        self.ledger = Ledger(admission.budgets, admission.own_gaps)
+        self.ledger = Ledger(admission.budgets, admission.own_gaps, admission.own_answers)
         self.lent_steps = self.lent_tokens = 0
         self.dropped_steps = 0  # planned too late for their grant
         self.breaches: Counter[str] = Counter()  # by kind

@@ -146,7 +146,7 @@ def _admission(terms: LendSettings, own: EngineSettings, models: Sequence[Latenc
         serving_sequences=own.max_sequences,
         rollout_sequences=terms.max_sequences,
     )
-    budgets = Budgets(terms.ttft_ms / 1000, terms.tpot_ms / 1000, terms.slack_share)
+    budgets = Budgets(terms.ttft_ms / 1000, terms.tpot_ms / 1000, terms.slack_share, terms.answer_s)
     # What is there to compare with keeps no promise that a breaker could watch over.
     breaker = Breaker() if terms.mode in SAFE_MODES else None
     return Admission(terms.mode, budgets, models[0], models[1], limits, breaker)

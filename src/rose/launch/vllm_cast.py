@@ -106,6 +106,7 @@ def lender(
     arguments = _lend(model, placement.serving, name, settings, gateway_url)
     arguments += ["--serving-url", serving_url, "--owner-port", str(free_port()), "--mode", lend.mode]
     arguments += ["--ttft-ms", f"{lend.ttft_ms:g}", "--tpot-ms", f"{lend.tpot_ms:g}"]
+    arguments += ["--answer-s", f"{lend.answer_s:g}"]
     arguments += ["--slack-share", f"{lend.slack_share:g}", "--compute", f"{lend.compute_share:g}"]
     arguments += ["--max-sequences", str(lend.max_sequences), "--step-tokens", str(lend.max_step_tokens)]
     arguments += ["--max-context", str(lend.max_context_tokens)]

@@ -69,9 +69,10 @@ class VllmLending:
     tpot_s: float = 0.15
     slack_share: float = 0.7
     compute_share: float = 1.0  # of the device's time, until the owner says otherwise
+    answer_s: float = 60.0
 
     def terms(self, board: Path) -> Terms:
-        return Terms(str(board), self.mode, self.ttft_s, self.tpot_s, self.slack_share)
+        return Terms(str(board), self.mode, self.ttft_s, self.tpot_s, self.slack_share, self.answer_s)
 
 
 class VllmSeat:

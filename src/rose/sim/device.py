@@ -37,7 +37,7 @@ from rose.sim.promises import Served, check_lent_step
 STEP_TOKENS = 512
 SEQUENCES = 64
 WIDE = Budget(STEP_TOKENS, SEQUENCES)
-GIVEN = Budgets(0.5, 0.15)
+GIVEN = Budgets(0.5, 0.15, answer_s=60.0)
 TURNS = 10
 PAGE_BYTES, SERVING_BLOCK_BYTES, ROLLOUT_BLOCK_BYTES = 16 << 10, 8 << 10, 4 << 10
 ASK_AGAIN_STEPS = 50  # turns that found no room are asked for again after so many

@@ -66,3 +66,6 @@ def check_lent_step(step: NextStep, admission: Admission, here: Collection[Serve
     assert step.upper_s <= admission.block_s
     share_s = admission.budgets.slack_share * admission.budgets.tpot_s
     assert all(end_s <= served.last_token_s + share_s for served in here), "serving's next token would be late"
+    answer_s = admission.budgets.answer_s
+    ages_s = [age_s for served in here if (age_s := now_s - served.request.arrival_s) < answer_s]
+    assert max(ages_s, default=0.0) < admission.age_s, "an answer that has taken long already is held up"

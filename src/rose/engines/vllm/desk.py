@@ -29,6 +29,7 @@ class Terms(msgspec.Struct, frozen=True):
     ttft_s: float = 0.5
     tpot_s: float = 0.15
     slack_share: float = 0.7
+    answer_s: float = 60.0
 
 
 class Control(msgspec.Struct, frozen=True):

@@ -191,7 +191,7 @@ class Gate:
             rollout_sequences=self._sequences,
             serving_sequences=board.about.sequences,
         )
-        budgets = Budgets(terms.ttft_s, terms.tpot_s, terms.slack_share)
+        budgets = Budgets(terms.ttft_s, terms.tpot_s, terms.slack_share, terms.answer_s)
         breaker = Breaker() if terms.mode in SAFE_MODES else None
         serving = serving or StepLearner(LatencyModel())
         admission = Admission(terms.mode, budgets, serving.model, self._rollout.model, limits, breaker)

@@ -43,8 +43,10 @@ def learnt(constants: tuple[float, ...], seed: int) -> LatencyModel:
 
 
 def views() -> dict[str, ServingView]:
-    running = tuple(RunningRequest(NOW_S - 0.001 * number / REQUESTS, 200 + 10 * number) for number in range(REQUESTS))
-    late = tuple(RunningRequest(NOW_S - 0.085, request.context_tokens) for request in running)
+    running = tuple(
+        RunningRequest(NOW_S - 0.001 * number / REQUESTS, 200 + 10 * number, NOW_S - 2) for number in range(REQUESTS)
+    )
+    late = tuple(RunningRequest(NOW_S - 0.085, request.context_tokens, NOW_S - 2) for request in running)
     waiting = tuple(WaitingRequest(NOW_S - 0.0001 * number, 20 + number) for number in range(REQUESTS))
     return {
         "64 waiting, 64 decoding": ServingView(1, waiting, running),

@@ -188,10 +188,13 @@ def arrival_slack_s(view: ServingView, outlook: Outlook, tpot_s: float, typical_
 
 def answer_slack_s(view: ServingView, age_s: float, answer_s: float, now_s: float) -> float:
     """Until the first of the running requests is so old. Who is older than `answer_s` still waits, and is patient."""
-    if age_s == math.inf:
+    if age_s == math.inf or not view.running:
         return math.inf
-    arrivals_s = [request.arrival_s for request in view.running if now_s - request.arrival_s < answer_s]
-    return min(arrivals_s, default=math.inf) + age_s - now_s
+    arrivals_s = [request.arrival_s for request in view.running]
+    oldest_s = min(arrivals_s)
+    if now_s - oldest_s >= answer_s:
+        oldest_s = min([arrival_s for arrival_s in arrivals_s if now_s - arrival_s < answer_s], default=math.inf)
+    return oldest_s + age_s - now_s
 
 
 def _oldest_token_s(view: ServingView) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from rose.config.device import LendSettings
 from rose.core.admission import STUCK_S, LendingLimits
 from rose.core.breaker import WINDOW_S, BreakerLimits
 from rose.core.memory import MemoryLimits
 from rose.core.slo import NEWEST_KEPT, Budgets
+from rose.engines.vllm.desk import Terms
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guarantee.md").read_text()
@@ -24,7 +26,7 @@ def test_every_test_that_is_named_is_there() -> None:
 
 def test_every_step_of_an_argument_names_a_test() -> None:
     rows = re.findall(r"^\| \d \|.*\|$", PAGE, re.MULTILINE)
-    assert len(rows) == 12
+    assert len(rows) == 13
     for row in rows:
         assert "`test_" in row.split("|")[-2], row
 
@@ -34,6 +36,7 @@ def test_the_figures_are_those_of_the_code() -> None:
     assert (limits.block_share, limits.efficiency_min, limits.running_share) == (0.1, 0.8, 0.5)
     assert (limits.latch_share, limits.latch_s, STUCK_S) == (0.7, 1.0, 5.0)
     assert (Budgets(1.0, 1.0).slack_share, NEWEST_KEPT, memory.headroom_share) == (0.7, 1000, 0.2)
+    assert LendSettings().answer_s == Terms("board").answer_s == 60.0
     assert (breaker.deadlines_lost_max, breaker.attainment_min, breaker.requests_min) == (3, 0.95, 20)
     assert (breaker.late_share_max, breaker.late_steps_min) == (0.1, 10)
     assert (breaker.cool_down_s, breaker.late_cool_down_s, WINDOW_S) == (60.0, 5.0, 60.0)

@@ -56,15 +56,20 @@ class Findings:
         ]
 
     def harvest(self, mode: str) -> Harvest:
-        """Tokens over the time of the whole run; the clients' warm-up before a segment is left out."""
+        """Tokens over the time of the whole run, without the clients' warm-up before a segment, and without what came
+        after its last request when the next segment has begun in the time of the run."""
         harvest, total = Harvest(), 0.0
         for number, piece in sorted(self.modes.get(mode, {}).items()):
-            looks = [look for look in zip(piece.rollout_at_s, piece.rollout_total) if 0 <= look[0] <= piece.wall_s]
+            end_s = min(piece.wall_s, self._next_offset_s(number) - self.places[number].offset_s)
+            looks = [look for look in zip(piece.rollout_at_s, piece.rollout_total) if 0 <= look[0] <= end_s]
             for at_s, tokens in looks:
                 harvest.at_s.append(self.places[number].offset_s + at_s)
                 harvest.tokens.append(total + tokens - looks[0][1])
             total = harvest.tokens[-1] if looks else total
         return harvest
+
+    def _next_offset_s(self, number: int) -> float:
+        return self.places[number + 1].offset_s if number + 1 < len(self.places) else math.inf
 
 
 # Rows

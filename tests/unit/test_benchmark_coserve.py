@@ -309,6 +309,15 @@ def test_a_difference_is_over_the_requests_both_have():
     assert lost == {"decode": 0.0, "paper": pytest.approx(-0.2), "fcfs": None}
 
 
+def test_the_harvest_of_a_segment_ends_where_the_next_begins():
+    """Long answers keep a segment going after its last request; its tokens must not come twice at one time."""
+    piece = measured(GOOD, tokens=1000.0, wall_s=90.0)
+    piece.rollout_at_s, piece.rollout_total = [0.0, 30.0, 60.0, 90.0], [0.0, 30.0, 60.0, 90.0]
+    harvest = findings(decode=[piece, piece]).harvest("decode")
+    assert harvest.at_s == [0.0, 30.0, 60.0, 70.0, 100.0, 130.0, 160.0]
+    assert harvest.tokens == [0.0, 30.0, 60.0, 60.0, 90.0, 120.0, 150.0]
+
+
 def test_the_harvest_of_the_run_leaves_warm_ups_out():
     piece = measured(GOOD)
     piece.rollout_at_s, piece.rollout_total = [-2.0, 0.0, 5.0, 10.0, 11.0], [0.0, 100.0, 600.0, 1100.0, 1200.0]

@@ -67,7 +67,9 @@ def test_every_seed_keeps_every_promise(capsys):
 
 @pytest.mark.parametrize("seed", SEEDS_KEPT)
 def test_a_seed_that_once_failed(seed):
-    run(random_world(seed))
+    """`rose.sim.device` raises if a promise is broken; it can only have checked some if both sides ran."""
+    report = run(random_world(seed))
+    assert report.served and report.lent_steps > 0
 
 
 def test_a_memory_storm_takes_pages_from_rollouts_and_nothing_from_serving():

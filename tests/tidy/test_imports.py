@@ -16,18 +16,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "rose"
 
-_INNER = ["errors", "clock", "core", "config", "observe", "models"]
+_INNER = ["errors", "bounds", "private_files", "clock", "core", "config", "observe", "models"]
 _DEVICE = [*_INNER, "engines", "coserve", "front"]
 _LAUNCH = [*_DEVICE, "load", "weights", "envs", "rollout", "train", "cost"]
 
 # A part may import itself, `rose` (the version) and these.
 MAY_IMPORT = {
     "errors": [],
+    "bounds": [],
+    "private_files": ["errors"],
     "clock": ["errors"],
     "core": ["errors"],
-    "config": ["errors", "core"],
-    "observe": ["errors", "clock", "core"],
-    "models": ["errors", "core", "config", "observe"],
+    "config": ["errors", "bounds", "core"],
+    "observe": ["errors", "bounds", "clock", "core"],
+    "models": ["errors", "bounds", "core", "config", "observe"],
     "engines": _INNER,
     "coserve": [*_INNER, "engines"],
     "front": [*_INNER, "engines", "coserve"],
@@ -36,7 +38,7 @@ MAY_IMPORT = {
     "envs": _INNER,
     "rollout": [*_DEVICE, "weights", "envs"],
     "train": [*_INNER, "engines", "weights", "envs", "rollout"],
-    "cost": ["errors", "core", "config"],
+    "cost": ["errors", "bounds", "core", "config"],
     "sim": [*_INNER, "engines", "coserve", "weights", "rollout"],
     "launch": _LAUNCH,
     "cli": [*_LAUNCH, "sim", "launch"],

@@ -1,9 +1,9 @@
 """Bounded types for everything that enters from outside: HTTP bodies, WebSocket frames, relay messages, files.
 
-msgspec decodes an integer of any size, a float that is NaN and a list of any length. Each of these has killed a process:
-an integer over 64 bits cannot be stored or encoded again, NaN passes every comparison, a long list is work for whoever
-iterates over it. A field of a decoded struct therefore has one of these types, or states a bound of its own with `Meta`.
-A violated bound is a `msgspec.ValidationError` while decoding, before any code of ours sees the value.
+msgspec decodes an integer of any size, a float that is NaN and a list of any length. Each of these has killed a
+process: an integer over 64 bits cannot be stored or encoded again, NaN passes every comparison, a long list is work in
+proportion. A field of a decoded struct therefore has one of these types, or states a bound of its own with `Meta`. A
+violated bound is a `msgspec.ValidationError` while decoding, before any code of ours sees the value.
 
 `tests/tidy/test_bounds.py` finds every type that is decoded in this package and fails on a field without a bound.
 """

@@ -1,8 +1,8 @@
 """Everything that is decoded from outside is bounded by its type.
 
-The test reads the source for every call that decodes into a type (`msgspec.*.Decoder`, `decode(..., type=)`, `convert`,
-`BodyReader`), evaluates that type and walks it: an integer or float without both ends, a text, list or mapping without a
-longest length, or `Any`, is a failure that names the field.
+The test reads the source for every call that decodes into a type (`msgspec.*.Decoder`, `decode(..., type=)`,
+`convert`, `BodyReader`), evaluates that type and walks it. An integer or float without both ends, a text, list or
+mapping without a longest length, or `Any`, is a failure that names the field.
 """
 
 from __future__ import annotations

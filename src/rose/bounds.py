@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 INT32_MAX = 2**31 - 1
@@ -22,6 +23,7 @@ TOKENS_MAX = 1 << 20  # of one sequence; the longest contexts of today's models
 ITEMS_MAX = 1 << 16  # of a list that is not tokens: workers, turns of one frame, tensors of a model
 FLOAT_MAX = 1e30  # far beyond any measured quantity; sums and squares of such values stay finite
 SECONDS_MAX = 1e9  # thirty years
+LOG_PROBABILITY_MAX = 1e-3  # rounding in fp32 may leave a probability just over one
 
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -32,11 +34,15 @@ Finite = Annotated[float, Meta(ge=-FLOAT_MAX, le=FLOAT_MAX)]  # NaN and infiniti
 NonNegative = Annotated[float, Meta(ge=0, le=FLOAT_MAX)]
 Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-LogProbability = Annotated[float, Meta(ge=-FLOAT_MAX, le=0)]
+LogProbability = Annotated[float, Meta(ge=-FLOAT_MAX, le=LOG_PROBABILITY_MAX)]
 
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARACTERS_MAX)]
 Label = Annotated[str, Meta(max_length=NAME_CHARACTERS_MAX)]  # a name that may be empty
 Text = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
+VersionName = Label  # of a set of weights
 
 TokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=TOKENS_MAX)]
 LogProbabilities = Annotated[tuple[LogProbability, ...], Meta(max_length=TOKENS_MAX)]
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a msgspec decoder raises for hostile bytes: invalid UTF-8 and deep nesting are errors of their own."""

@@ -31,7 +31,7 @@ from rose.rollout.books import Books
 from rose.rollout.ledger import Ledger
 from rose.rollout.messages import Beat, Cancel, Join, NewVersion, Piece, Refused, Tokens, Turn, VersionReady
 from rose.rollout.pool import Member
-from rose.rollout.trajectories import Finish
+from rose.rollout.sessions import Finish
 
 MODEL = "model"
 ANSWER_TOKENS = 6

@@ -20,7 +20,7 @@ from rose.coserve.messages import LENGTH_BYTES, FrameReader
 from rose.rollout.books import Books
 from rose.rollout.condition import Condition
 from rose.rollout.messages import Beat, Turn
-from rose.rollout.trajectories import Finish
+from rose.rollout.sessions import Finish
 from rose.sim.gateway import SimulatedGateway
 from rose.sim.ledger import WatchedLedger
 from rose.sim.scenario import Scenario, random_scenario

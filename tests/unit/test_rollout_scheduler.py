@@ -209,7 +209,7 @@ def test_the_queue_is_bounded_and_waiting_ends() -> None:
     world = World(waiting_max=2)
     readers = [world.submit("1"), world.submit("2")]
     with pytest.raises(QueueFull) as full:
-        world.submit("3")
+        world.scheduler.check_room()
     assert full.value.retry_after_s > 0
     world.scheduler.expire(9.0)
     assert not readers[0].errors

@@ -9,7 +9,8 @@ import pytest
 from rose.engines.base import Sampling, TokenEvent
 from rose.errors import QueueFull, RequestRefused
 from rose.rollout.branches import branches
-from rose.rollout.trajectories import Finish, KeptTurn, Session, Trajectories
+from rose.rollout.sessions import Finish, KeptTurn, Session
+from rose.rollout.trajectories import Trajectories
 
 SAMPLING = Sampling(max_tokens=4)
 

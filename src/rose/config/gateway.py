@@ -24,6 +24,8 @@ class GatewaySettings(FrontSettings):
     lease_s: float = setting(5.0, "a worker silent for longer has lost its turns", minimum=0.2, maximum=3600)
     beat_s: float = setting(1.0, "how often workers say how they are", minimum=0.05, maximum=600)
     max_trajectories: int = setting(100_000, "most trajectories held at once; beyond it the answer is 429", minimum=1)
+    max_kept_mb: int = setting(4096, "most memory for turns of all trajectories; beyond it: 429", minimum=1)
+    max_session_mb: int = setting(512, "most memory for turns of one trajectory; beyond it: 429", minimum=1)
     idle_s: float = setting(3600.0, "a trajectory nobody touches for this long is forgotten", minimum=1)
     ledger: str | None = setting(None, "file that keeps trajectories when the gateway dies; null keeps them in memory")
     router: Literal["cost", "paper", "least", "sticky"] = setting("cost", "how a worker is chosen for a turn")

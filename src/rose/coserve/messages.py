@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from rose.bounds import TEXT_CHARACTERS_MAX, Count, Integer, Label, Seconds, Serial, Share, Text, VersionName
 from rose.config.device import EngineSettings, LendSettings
 from rose.core.breaches import Breach
 from rose.engines.base import EngineFacts, Request, TokenEvent
@@ -32,18 +33,18 @@ class Lend(msgspec.Struct, frozen=True):
     `words` is what the owner said to the engines before this one, obeyed before its first step.
     """
 
-    folder: str
+    folder: Text
     terms: LendSettings
     words: tuple[Control, ...] = ()
-    held_back: str = ""  # why nothing is lent until the owner says `resume`
+    held_back: Text = ""  # why nothing is lent until the owner says `resume`
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
     """The first command: which engine, on which model, on which cores."""
 
-    factory: str  # "module:callable", called with (folder, settings=..., device=...)
-    folder: str
-    device: str
+    factory: Text  # "module:callable", called with (folder, settings=..., device=...)
+    folder: Text
+    device: Text
     settings: EngineSettings
     gated: bool = False
     lend: Lend | None = None
@@ -54,58 +55,58 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    request_id: str
-    tag: int = 0
+    request_id: Text
+    tag: Serial = 0
 
 
 class Evict(msgspec.Struct, frozen=True, tag=True):
-    request_id: str
-    tag: int = 0
+    request_id: Text
+    tag: Serial = 0
 
 
 class SetGrant(msgspec.Struct, frozen=True, tag=True):
     """`until_s` is on the monotonic clock, which all processes of a machine share."""
 
-    tokens: int
-    sequences: int
-    until_s: float
-    tag: int = 0
+    tokens: Count
+    sequences: Count
+    until_s: Seconds
+    tag: Serial = 0
 
 
 class KvBudget(msgspec.Struct, frozen=True, tag=True):
-    budget_bytes: int
-    tag: int = 0
+    budget_bytes: Integer
+    tag: Serial = 0
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    version: str
-    folder: str
-    tag: int = 0
+    version: VersionName
+    folder: Text
+    tag: Serial = 0
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    version: str
-    tag: int = 0
+    version: VersionName
+    tag: Serial = 0
 
 
 class GetFacts(msgspec.Struct, frozen=True, tag=True):
-    tag: int
+    tag: Serial
 
 
 class Control(msgspec.Struct, frozen=True, tag=True):
     """The owner's word on lending; comes over the serving socket only. `limits` changes what is not None."""
 
     action: Literal["status", "pause", "resume", "drain", "remove", "dry_run", "limits"]
-    memory_share: float | None = None
-    compute_share: float | None = None
-    tag: int = 0
+    memory_share: Share | None = None
+    compute_share: Share | None = None
+    tag: Serial = 0
 
 
 class Want(msgspec.Struct, frozen=True, tag=True):
     """Whether there is work for the rollout model; comes over the rollouts' socket. The owner's word goes before."""
 
     is_wanted: bool
-    tag: int = 0
+    tag: Serial = 0
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -118,10 +119,10 @@ Command = Start | Add | Cancel | Evict | SetGrant | KvBudget | Stage | Commit | 
 class Fault(msgspec.Struct, frozen=True):
     """An error that crosses the socket: its class by name, and what it says."""
 
-    kind: str
-    what: str
-    hint: str | None = None
-    retry_after_s: float = 1.0
+    kind: Label
+    what: Text
+    hint: Text | None = None
+    retry_after_s: Seconds = 1.0
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -236,8 +237,9 @@ def fault_of(error: BaseException) -> Fault:
     """How an error travels; one that is not ours becomes `Unavailable`, since to the other side it is just that."""
     if isinstance(error, RoseError):
         known = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
-        return Fault(known, error.what, error.hint, getattr(error, "retry_after_s", 1.0))
-    return Fault("Unavailable", f"the engine failed: {type(error).__name__}: {error}")
+        hint = error.hint[:TEXT_CHARACTERS_MAX] if error.hint is not None else None
+        return Fault(known, error.what[:TEXT_CHARACTERS_MAX], hint, getattr(error, "retry_after_s", 1.0))
+    return Fault("Unavailable", f"the engine failed: {type(error).__name__}: {error}"[:TEXT_CHARACTERS_MAX])
 
 
 def error_of(fault: Fault) -> RoseError:

@@ -18,11 +18,29 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
+from msgspec import Meta
 
+from rose.bounds import (
+    Count,
+    Label,
+    LogProbabilities,
+    NonNegative,
+    Priority,
+    Seconds,
+    Serial,
+    Share,
+    Text,
+    TokenId,
+    TokenIds,
+    VersionName,
+)
 from rose.core.facts import StepFeatures
+
+STOP_TOKEN_IDS_MAX = 4096  # a request names a few; some clients send all control tokens of a vocabulary
+SPANS_MAX = 4096  # versions that one answer can go through
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -30,44 +48,44 @@ FinishReason = Literal["stop", "length", "abort"]
 class Sampling(msgspec.Struct, frozen=True):
     """How the next token is drawn. `temperature` 0 is greedy; `top_k` 0 means off."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int = 16  # of the whole answer, what an earlier engine produced included
-    min_tokens: int = 0
+    temperature: NonNegative = 1.0
+    top_p: Share = 1.0
+    top_k: Count = 0
+    min_p: Share = 0.0
+    repetition_penalty: NonNegative = 1.0
+    max_tokens: Count = 16  # of the whole answer, what an earlier engine produced included
+    min_tokens: Count = 0
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-    top_logprobs: int = 0  # alternatives reported beside the sampled token
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=STOP_TOKEN_IDS_MAX)] = ()
+    seed: Serial = 0
+    top_logprobs: Count = 0  # alternatives reported beside the sampled token
 
 
 class Span(msgspec.Struct, frozen=True):
     """Output tokens [start, end) were sampled under these weights."""
 
-    version: str
-    start: int
-    end: int
+    version: VersionName
+    start: Count
+    end: Count
 
 
 class Partial(msgspec.Struct, frozen=True):
     """What a request has produced so far, on this engine and before; enough to go on elsewhere."""
 
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    spans: tuple[Span, ...] = ()
+    token_ids: TokenIds = ()
+    logprobs: LogProbabilities = ()
+    spans: Annotated[tuple[Span, ...], Meta(max_length=SPANS_MAX)] = ()
 
 
 class Request(msgspec.Struct, frozen=True):
     """One completion of one prompt. `partial` is what an earlier engine already produced of it."""
 
-    request_id: str
-    prompt_ids: tuple[int, ...]
+    request_id: Text
+    prompt_ids: TokenIds
     sampling: Sampling = Sampling()
-    tenant: str = ""  # salt of the prefix cache: tenants never share blocks
-    priority: int = 0  # lower runs first
-    arrival_s: float = 0.0
+    tenant: Label = ""  # salt of the prefix cache: tenants never share blocks
+    priority: Priority = 0  # lower runs first
+    arrival_s: Seconds = 0.0
     partial: Partial = Partial()
 
     def named(self, request_id: str, partial: Partial | None = None) -> Request:

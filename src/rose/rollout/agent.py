@@ -86,7 +86,9 @@ async def _work_for(engine: AgentEngine, settings: AgentSettings, intake: Intake
             except Dismissed as word:
                 logger.warning("the gateway sent this worker away: %s", word)
                 return
-            except (RoseError, aiohttp.ClientError, OSError, TimeoutError) as error:
+            except Exception as error:
+                if not isinstance(error, RoseError | aiohttp.ClientError | OSError | TimeoutError):
+                    logger.exception("the connection to the gateway ended by an error of this worker")
                 words = _words(settings, error)
                 if words != last_words:
                     logger.warning("%s; trying again", words)

@@ -19,6 +19,7 @@ from rose.rollout import joining, trainer_routes, turn_routes
 from rose.rollout.gateway import Gateway
 from rose.rollout.messages import CONNECT_PATH
 from rose.rollout.roles import ROLES, Role, Tokens, check_role
+from rose.rollout.trajectories import Forbidden
 
 logger = logging.getLogger("rose.gateway")
 
@@ -86,6 +87,8 @@ async def _shaped(request: web.Request, handler: Next) -> web.StreamResponse:
         return await handler(request)
     except Failure as failure:
         return failure.response()
+    except Forbidden as error:
+        return Failure(403, str(error), kind="permission_error", code="not_your_trajectory").response()
     except RoseError as error:
         return failure_of(error).response()
     except web.HTTPNotFound:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from rose.bounds import INT32_MAX
 from rose.config.gateway import GatewaySettings
 from rose.core.provision import ProvisionRules
 from rose.core.router import Router
@@ -30,10 +31,12 @@ from rose.rollout.messages import Beat, Join, NewVersion, Refused, ToGateway, To
 from rose.rollout.pool import Member, Pool, Send
 from rose.rollout.proof import proved, released
 from rose.rollout.provisioning import Provisioning
-from rose.rollout.recalling import UnderWay, recall
+from rose.rollout.recalling import recall
 from rose.rollout.relief import Relief
+from rose.rollout.room import MIB, Room
 from rose.rollout.scheduler import Scheduler
-from rose.rollout.trajectories import Batch, Finish, KeptTurn, Session, Trajectories
+from rose.rollout.sessions import Finish, KeptTurn, Session
+from rose.rollout.trajectories import Batch, Trajectories
 
 STOOD_STILL_S = 1.0  # between two ticks
 DEVICES_MAX = 1 << 20  # where the user sets no cap
@@ -46,7 +49,13 @@ class Books:
     """`on_news` is called when a group may be complete or a member has taken a version; `on_change` with the pool."""
 
     def __init__(
-        self, model: str, settings: GatewaySettings, ledger: NoLedger | None = None, *, now_s: float = 0.0
+        self,
+        model: str,
+        settings: GatewaySettings,
+        ledger: NoLedger | None = None,
+        *,
+        vocabulary: int = INT32_MAX,
+        now_s: float = 0.0,
     ) -> None:
         self.on_news: Callable[[], None] = lambda: None
         self.on_change: Callable[[], None] = lambda: None
@@ -61,12 +70,14 @@ class Books:
             router=router,
             stalls=stalls,
             first_ticket=first,
+            vocabulary=vocabulary,
         )
         self.relief = Relief(self.pool, self.scheduler, router, stalls)
         self.provisioning = Provisioning(
             self.pool, self.scheduler, router, provision_rules(settings), first_number=first, began_s=now_s
         )
-        self.trajectories = Trajectories(settings.max_trajectories, settings.idle_s, ledger)
+        room = Room(settings.max_kept_mb * MIB, settings.max_session_mb * MIB)
+        self.trajectories = Trajectories(settings.max_trajectories, settings.idle_s, ledger, room=room)
         self._ticked_s = now_s
         if isinstance(ledger, Ledger):
             self._recall(ledger, now_s)
@@ -138,10 +149,21 @@ class Books:
         group_size: int = 1,
         task: str = "",
         seed: int | None = None,
+        secret: str | None = None,
+        is_trusted: bool = True,
     ) -> Session:
         """Raises QueueFull, RequestRefused, Unavailable."""
         self.check()
-        return self.trajectories.begin(trajectory_id, now_s, group=group, group_size=group_size, task=task, seed=seed)
+        return self.trajectories.begin(
+            trajectory_id,
+            now_s,
+            group=group,
+            group_size=group_size,
+            task=task,
+            seed=seed,
+            secret=secret,
+            is_trusted=is_trusted,
+        )
 
     def ask(
         self,
@@ -177,6 +199,8 @@ class Books:
         if turn.finish_reason is not None:
             return
         if not turn.is_running:
+            if not turn.is_kept:
+                raise Unavailable("this turn was given up just now; send the request again")
             self._run(turn, request, affinity, now_s)
         (turn.waiters if whole else turn.readers)[request.request_id] = reader
 
@@ -186,17 +210,17 @@ class Books:
             self.scheduler.cancel([turn.run_id], now_s)
         turn.cut(tokens)
 
-    def finish(self, trajectory_id: str, finish: Finish, now_s: float) -> Session:
+    def finish(self, name: str, finish: Finish, now_s: float, *, is_trusted: bool = True) -> Session:
         """Raises KeyError, RequestRefused, Unavailable."""
         self.check()
-        known = self.trajectories.get(trajectory_id)
+        known = self.trajectories.get(name, is_trusted=is_trusted)
         is_new = known is not None and known.finish is None
         turns = list(known.turns) if known is not None and is_new else []
-        session = self.trajectories.finish(trajectory_id, finish, now_s)
+        session = self.trajectories.finish(name, finish, now_s, is_trusted=is_trusted)
         if is_new:
             self._abandon(turns, now_s)
             tokens = sum(len(turn.produced) for turn in turns)
-            self.scheduler.finished(trajectory_id, session.group_id, len(turns), tokens)
+            self.scheduler.finished(session.trajectory_id, session.group_id, len(turns), tokens)
             self.on_news()
         return session
 
@@ -208,6 +232,9 @@ class Books:
     # What time does
 
     def tick(self, now_s: float) -> None:
+        """Raises Unavailable if the ledger is broken: only another life can go on."""
+        if self.ledger.broken is not None:
+            raise Unavailable("an error of the gateway in writing its ledger") from self.ledger.broken
         self._notice_gap(now_s)
         for member in self.pool.expired(now_s):
             self.lost(member, now_s)
@@ -216,7 +243,7 @@ class Books:
         self.scheduler.expire(now_s)
         if self.ledger.trouble is None:
             for session in self.trajectories.idle(now_s):
-                self.finish(session.trajectory_id, Finish(is_lost=True), now_s)
+                self.finish(session.name, Finish(is_lost=True), now_s)
         self.settle()
 
     def next_s(self) -> float | None:
@@ -238,8 +265,10 @@ class Books:
         return self.pool.wanted_version or next((member.version for member in self.pool), NO_VERSION_YET)
 
     def _run(self, turn: KeptTurn, request: Request, affinity: str, now_s: float, *, is_known: bool = False) -> None:
-        turn.runs(request)
         try:
+            if not is_known:
+                self.scheduler.check_room()
+            turn.runs(request)
             self.scheduler.submit(
                 request,
                 turn,
@@ -247,10 +276,9 @@ class Books:
                 affinity=affinity,
                 group=turn.group_id,
                 produced=turn.produced,
-                is_known=is_known,
             )
         except BaseException:
-            turn.is_running = False
+            turn.give_up()
             raise
         self.provisioning.asked(now_s)
 
@@ -278,14 +306,12 @@ class Books:
         self._ticked_s = max(self._ticked_s, now_s)
 
     def _recall(self, ledger: Ledger, now_s: float) -> None:
-        memory = recall(ledger, now_s)
+        memory = recall(ledger, self.trajectories.room, now_s)
         self.pool.restore(memory.versions)
         self.trajectories.restore(memory.trajectories)
         for found in memory.under_way:
-            self._run_again(found, now_s)
-
-    def _run_again(self, found: UnderWay, now_s: float) -> None:
-        self._run(found.turn, found.request, found.session.trajectory_id, now_s, is_known=True)
+            ledger.adopt(found.turn, found.under_way)
+            self._run(found.turn, found.request, found.session.trajectory_id, now_s, is_known=True)
 
 
 def provision_rules(settings: GatewaySettings) -> ProvisionRules:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rose.core.trajectory import NO_VERSION, Trajectory
 
 if TYPE_CHECKING:
-    from rose.rollout.trajectories import KeptTurn, Session
+    from rose.rollout.sessions import KeptTurn, Session
 
 
 def branches(session: Session, group_id: str) -> list[Trajectory]:

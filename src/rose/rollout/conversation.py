@@ -16,7 +16,7 @@ from typing import Any
 from rose.front.context import Front
 from rose.front.requests import ChatBody, ChatMessage
 from rose.front.tools import arguments_of, plain_tools, said_in
-from rose.rollout.trajectories import KeptTurn, Message, Session
+from rose.rollout.sessions import KeptTurn, Message, Session
 
 MARK = "\u241e"
 """Stands for the answer while a conversation is rendered; if the conversation has one itself, it is rendered whole."""

@@ -15,7 +15,7 @@ from rose.coserve.mailbox import Mailbox
 from rose.engines.base import EngineFacts, Request
 from rose.errors import Unavailable
 from rose.rollout.books import Books
-from rose.rollout.trajectories import KeptTurn
+from rose.rollout.sessions import KeptTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class TurnDesk:
 
     @property
     def trouble(self) -> Unavailable | None:
-        return None  # without workers turns wait, and are told so in their own time
+        """Of the ledger. Without workers turns wait, and are told so in their own time."""
+        return self._books.ledger.trouble
 
     @property
     def facts(self) -> EngineFacts:
@@ -60,6 +61,7 @@ class TurnDesk:
         for request in requests:
             known = self._kept.get(request.request_id)
             if known is None:
+                self._books.scheduler.check_room()
                 self._books.scheduler.submit(request, mailbox, self._now_s())
             else:
                 self._books.turn(

@@ -24,16 +24,19 @@ from rose.observe.metrics import Metrics
 from rose.rollout.books import Books
 from rose.rollout.desk import TurnDesk
 from rose.rollout.ledger import Ledger, NoLedger
+from rose.rollout.ledger_file import LOG_BYTES
 from rose.rollout.live import Counts
 from rose.rollout.messages import NewVersion, ToGateway, VersionReady
 from rose.rollout.pool import Member, Pool
 from rose.rollout.scheduler import Scheduler
-from rose.rollout.trajectories import Finish, Session, Trajectories
+from rose.rollout.sessions import Finish, Session
+from rose.rollout.trajectories import Trajectories
 from rose.weights.metrics import FleetMetrics
 
 TICK_S, TICK_S_MIN = 0.25, 0.005
 GATHER_S = 0.05  # what is noted waits this long for more to be written with, unless somebody waits for it
 CHECKPOINT_S = 4.0
+LOG_LOOK_S = 0.5  # between two looks at the length of the ledger's write-ahead log
 
 
 class News:
@@ -100,9 +103,9 @@ class Gateway:
         """Raises Unavailable."""
         self.books.publish(version, self.now_s())
 
-    def finish(self, trajectory_id: str, finish: Finish) -> Session:
+    def finish(self, name: str, finish: Finish, *, is_trusted: bool) -> Session:
         """Raises KeyError, RequestRefused, Unavailable."""
-        return self.books.finish(trajectory_id, finish, self.now_s())
+        return self.books.finish(name, finish, self.now_s(), is_trusted=is_trusted)
 
     async def durable(self) -> None:
         """Until all that was done so far is. Raises Unavailable if it cannot be."""
@@ -131,9 +134,13 @@ class Gateway:
             self.tick(self.now_s())
 
     async def _checkpoint_for_ever(self) -> None:
+        ledger, checkpointed_s = self.books.ledger, self.now_s()
         while True:
-            await asyncio.sleep(CHECKPOINT_S)
-            await asyncio.to_thread(self.books.ledger.checkpoint)
+            await asyncio.sleep(LOG_LOOK_S)
+            if self.now_s() - checkpointed_s > CHECKPOINT_S or ledger.log_bytes > LOG_BYTES:
+                checkpointed_s = self.now_s()
+                await asyncio.to_thread(ledger.checkpoint)
+                ledger.shorten()
 
 
 class Settling:
@@ -172,7 +179,7 @@ def build_gateway(folder: ModelFolder, settings: GatewaySettings) -> Gateway:
     name = settings.model_name or folder.name
     ledger = Ledger(Path(settings.ledger), name) if settings.ledger is not None else NoLedger()
     ledger.listen(Settling(ledger).on_work)
-    books = Books(name, settings, ledger, now_s=time.monotonic())
+    books = Books(name, settings, ledger, vocabulary=folder.spec.vocabulary, now_s=time.monotonic())
     desk = TurnDesk(books, folder.spec.max_context_tokens, time.monotonic)
     figures = Metrics()
     front = replace(
@@ -205,6 +212,14 @@ def _show(gateway: Gateway, figures: Metrics) -> None:
     _show_provisioning(gateway, figures)
     ledger = gateway.books.ledger
     figures.mirror("counter", "rose_gateway_ledger_commits", "Writes to the ledger.", lambda: ledger.commits)
+    figures.mirror(
+        "gauge",
+        "rose_gateway_ledger_wal_bytes",
+        "Length of the ledger's write-ahead log.",
+        lambda: ledger.log_bytes,
+    )
+    room = gateway.trajectories.room
+    figures.mirror("gauge", "rose_gateway_kept_bytes", "About what turns take in memory.", lambda: room.used_bytes)
     figures.mirror(
         "gauge", "rose_gateway_ledger_trouble", "1 while it cannot be written.", lambda: ledger.trouble is not None
     )

@@ -16,6 +16,7 @@ from rose.rollout.pool import Member
 
 JOIN_S = 10.0
 COME_BACK_S = 1.0
+MESSAGES_AT_ONCE = 8  # between two looks at the other connections; each may place some turns, a few milliseconds
 
 
 async def connect(gateway: Gateway, request: web.Request) -> web.StreamResponse:
@@ -24,7 +25,7 @@ async def connect(gateway: Gateway, request: web.Request) -> web.StreamResponse:
     await connection.prepare(request)
     outbox = Outbox(connection.send_bytes)
     writer = asyncio.create_task(outbox.run())
-    writer.add_done_callback(lambda task: task.cancelled() or task.exception())  # the reader sees that it is gone
+    writer.add_done_callback(lambda task: _on_writer_done(task, request))
     member: Member | None = None
     try:
         async with asyncio.timeout(JOIN_S):
@@ -36,8 +37,10 @@ async def connect(gateway: Gateway, request: web.Request) -> web.StreamResponse:
         outbox.put(Welcome(gateway.settings.beat_s))
         gateway.joined(member)
         while True:
-            for message in more:
+            for number, message in enumerate(more, start=1):
                 gateway.heard(member, message)
+                if number % MESSAGES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             more = await _received(connection)
     except (RoseError, ConnectionError, TimeoutError) as error:
         await _say_goodbye(connection, error)
@@ -66,6 +69,12 @@ async def _say_goodbye(connection: web.WebSocketResponse, error: BaseException) 
         except ConnectionError:
             return
     await connection.close()
+
+
+def _on_writer_done(task: asyncio.Task[None], request: web.Request) -> None:
+    """Cut the connection when nothing can be sent on it any more; its reader then ends."""
+    if not task.cancelled() and task.exception() is not None:
+        _cut(request)
 
 
 def _cut(request: web.Request) -> None:

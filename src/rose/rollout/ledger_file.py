@@ -3,11 +3,14 @@
 Rows are noted, and written together in one transaction by `commit`; calls that were left with `then` are made after it,
 so whoever is told something is told what is durable. A commit goes into the write-ahead log without waiting for the
 disk: what was committed survives the death of the process at any moment, and a loss of power leaves an older but whole
-state. The log is brought into the database by `checkpoint`, on a connection of its own and in any thread, since that
-does wait.
+state. `checkpoint` copies the log into the database, on a connection of its own and in any thread, since that waits for
+the disk. SQLite begins the log anew only if no commit came meanwhile, which never happens under steady load, so
+`shorten` does it on the writer's connection, where only the last few commits are left to copy.
 
 A file that cannot be written, because the disk is full, say, is a trouble and not the end: what was noted stays noted,
-those who wait are told why they get no answer, and the next commit tries everything again.
+those who wait are told why they get no answer, and the next commit tries everything again. A row that SQLite could
+never take is refused by `note`, before anything depends on it. If a statement fails all the same, that is an error of
+this program: `broken` says so, and the gateway must end and start again from what is durable.
 
 One gateway has the file at a time. Its *life* is a number that grows every time the file is opened.
 """
@@ -23,18 +26,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rose.errors import ConfigError, Unavailable
+from rose.bounds import INT64_MAX
+from rose.errors import ConfigError, RequestRefused, Unavailable
+from rose.rollout.ledger_migrations import ENDED_TABLE, migrate
 
 APPLICATION = 0x524F5345  # "ROSE"; SQLite keeps it in the file's header
-SCHEMA = 2
+SCHEMA = 3
+ROW_BYTES_MAX = 32 << 20  # of one value; SQLite takes 1 GB, a request's body is 16 MB
+LOG_BYTES = 16 << 20  # a write-ahead log that is longer is shortened
+VACUUM_PAGES = 64  # given back to the file system at once, a fraction of a millisecond
 TABLES = (
     "CREATE TABLE meta(name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID",
     "CREATE TABLE groups(id INTEGER PRIMARY KEY, name TEXT, size INTEGER, task TEXT, completed INTEGER, batch INTEGER)",
     "CREATE TABLE sessions(id INTEGER PRIMARY KEY, name TEXT, group_id INTEGER, task TEXT, seed INTEGER, finish BLOB,"
-    " turn_count INTEGER, forks INTEGER, is_gone INTEGER)",
+    " turn_count INTEGER, forks INTEGER, is_gone INTEGER, secret TEXT)",
     "CREATE TABLE turns(session INTEGER, ordinal INTEGER, digest TEXT, parent INTEGER, prompt BLOB, messages BLOB,"
-    " reply TEXT, finish TEXT, cached INTEGER, answer BLOB, PRIMARY KEY(session, ordinal)) WITHOUT ROWID",
+    " reply TEXT, finish TEXT, cached INTEGER, answer BLOB, asked BLOB, PRIMARY KEY(session, ordinal)) WITHOUT ROWID",
     "CREATE TABLE log(id INTEGER PRIMARY KEY, entries BLOB)",
+    *ENDED_TABLE,
 )
 SET_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 
@@ -49,6 +58,7 @@ class LedgerFile:
         """Raises ConfigError. With a connection of somebody else there is no file, and nothing is locked."""
         self.on_work: Callable[[bool], None] = lambda is_urgent: None
         self.trouble: Unavailable | None = None
+        self.broken: Exception | None = None
         self.commits = 0
         self._path = path
         self._rows: list[tuple[str, tuple[Any, ...]]] = []
@@ -66,8 +76,23 @@ class LedgerFile:
     def has_work(self) -> bool:
         return bool(self._rows or self._told)
 
+    @property
+    def log_bytes(self) -> int:
+        """Length of the write-ahead log."""
+        if self._path is None:
+            return 0
+        with contextlib.suppress(OSError):
+            return os.stat(f"{self._path}-wal").st_size
+        return 0
+
     def note(self, statement: str, *row: Any) -> None:
-        """To be written with the next commit, in the order noted."""
+        """Write this with the next commit, in the order noted. Raises RequestRefused for what can never be written."""
+        for value in row:
+            if type(value) is int:
+                if not -INT64_MAX <= value <= INT64_MAX:
+                    raise RequestRefused(f"a number of {value.bit_length()} bits cannot be kept")
+            elif value is not None and len(value) > ROW_BYTES_MAX:
+                raise RequestRefused(f"{len(value)} bytes cannot be kept; the most is {ROW_BYTES_MAX}")
         self._rows.append((statement, row))
         if len(self._rows) == 1:
             self.on_work(False)
@@ -92,8 +117,24 @@ class LedgerFile:
     def rows(self, query: str) -> Iterator[tuple[Any, ...]]:
         return iter(self._database.execute(query))
 
+    def one(self, query: str, *values: Any) -> tuple[Any, ...] | None:
+        """The first row of what is committed. Raises Unavailable."""
+        try:
+            found: tuple[Any, ...] | None = self._database.execute(query, values).fetchone()
+        except sqlite3.Error as error:
+            raise Unavailable(f"the gateway cannot read its ledger ({error})") from error
+        return found
+
+    def shorten(self) -> None:
+        """Begin the write-ahead log anew if it is long; right after a checkpoint that costs a few milliseconds."""
+        if self.log_bytes <= LOG_BYTES:
+            return
+        with contextlib.suppress(sqlite3.Error):  # a failure shows at a commit
+            self._database.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+            self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
     def checkpoint(self) -> None:
-        """Bring the log into the database, if there is anything new. From any thread; a failure shows at a commit."""
+        """Copy the log into the database, if there is anything new. From any thread; a failure shows at a commit."""
         if self._path is None or self._checkpointed == self.commits:
             return
         self._checkpointed = self.commits
@@ -123,10 +164,12 @@ class LedgerFile:
             for statement, row in self._rows:
                 database.execute(statement, row)
             database.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:
             with contextlib.suppress(sqlite3.Error):
                 if database.in_transaction:
                     database.execute("ROLLBACK")
+            if not isinstance(error, sqlite3.OperationalError):
+                self.broken = error
             what = f"the gateway cannot write its ledger ({error})"
             return Unavailable(what, hint=f"see to the disk of {self._path}", retry_after_s=1.0)
         self.commits += 1
@@ -162,6 +205,7 @@ def _connect(path: Path | None) -> sqlite3.Connection:
         if path is not None:  # what it makes beside it gets the same rights
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         database = sqlite3.connect(path or ":memory:", isolation_level=None, timeout=0.0)
+        database.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only a new file takes it
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute("PRAGMA wal_autocheckpoint = 0")  # `checkpoint` does it, where nobody waits for it
@@ -178,8 +222,7 @@ def _begin_life(database: sqlite3.Connection, model: str, path: Path | None) -> 
         if application != APPLICATION:
             raise ConfigError(f"{path} is not a ledger of ROSE", hint="choose another file with --ledger")
         if schema != SCHEMA:
-            what = f"the ledger {path} has schema {schema}, this version of ROSE writes {SCHEMA}"
-            raise ConfigError(what, hint="start with a new file, or with the version that wrote it")
+            migrate(database, schema, SCHEMA, path)
         known = dict(database.execute("SELECT name, value FROM meta"))
         if known["model"] != model:
             what = f"the ledger {path} belongs to the model `{known['model']}`, not `{model}`"

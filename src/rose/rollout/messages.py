@@ -19,14 +19,37 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from rose.bounds import (
+    INT32_MAX,
+    TOKENS_MAX,
+    UNREADABLE,
+    Count,
+    Finite,
+    Label,
+    LogProbabilities,
+    LogProbability,
+    Name,
+    NonNegative,
+    Seconds,
+    Serial,
+    Text,
+    TokenId,
+    TokenIds,
+    VersionName,
+)
 from rose.coserve.messages import Fault
 from rose.engines.base import FinishReason, Request
 from rose.errors import Unavailable
 
-FRAME_BYTES_MAX = 64 << 20  # a prompt of a million tokens is 5 MB; anything near this is a broken peer
+FRAME_BYTES = 1 << 20  # a frame is closed when it has this much: reading it takes milliseconds
+FRAME_BYTES_MAX = 16 << 20  # a single message may be as long as a context: a million tokens are 5 MB
+FRAME_MESSAGES_MAX = 1024
+SEATS_MAX = 1 << 16  # turns at once on one worker
+PIECES_MAX = 1024  # of one `Tokens`; a worker with more turns sends several
+ALTERNATIVES_MAX = 128  # per token; clients may ask for 20
+PHASES_MAX = 32  # of taking a version
 CONNECT_PATH = "/v1/workers/connect"
 
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Kind = Literal["dedicated", "borrowed"]
 Place = Literal["resident", "parked", "absent", "activating"]
 """Where the rollout model is: on the device, beside it, not there, on its way back."""
@@ -38,11 +61,11 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     name: Name
     kind: Kind
     model: Name
-    version: str
-    seats: Annotated[int, Meta(ge=1)]
-    kv_tokens: Annotated[int, Meta(ge=0)]
-    context_tokens: Annotated[int, Meta(ge=1)]
-    hash: str = ""
+    version: VersionName
+    seats: Annotated[int, Meta(ge=1, le=SEATS_MAX)]
+    kv_tokens: Serial
+    context_tokens: Annotated[int, Meta(ge=1, le=INT32_MAX)]
+    hash: Label = ""
     place: Place = "resident"
     is_offered: bool = True
 
@@ -57,48 +80,51 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     device's KV memory. What is not so, what a worker does not know, or an older one does not tell, is None.
     """
 
-    running: int
-    waiting: int
-    kv_used_tokens: int
-    kv_tokens: int
-    version: str
+    running: Count
+    waiting: Count
+    kv_used_tokens: Serial
+    kv_tokens: Serial
+    version: VersionName
     gate_open: bool
-    tokens_per_s: float = 0.0
-    why: str = ""  # the gate is closed
-    hash: str = ""
-    prefill_tok_s: float | None = None
-    decode_tok_s: float | None = None
-    slack_s: float | None = None
-    kv_use: float | None = None
+    tokens_per_s: NonNegative = 0.0
+    why: Text = ""  # the gate is closed
+    hash: Label = ""
+    prefill_tok_s: NonNegative | None = None
+    decode_tok_s: NonNegative | None = None
+    slack_s: Finite | None = None
+    kv_use: NonNegative | None = None
     place: Place = "resident"
     is_offered: bool = True
-    activation_s: float | None = None  # how long the last one took
+    activation_s: Seconds | None = None  # how long the last one took
     can_park: bool = False  # it knows `Activate` and `Park`
-    shut_s: float | None = None
+    shut_s: Seconds | None = None
+
+
+Alternatives = Annotated[tuple[tuple[TokenId, LogProbability], ...], Meta(max_length=ALTERNATIVES_MAX)]
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """What was added to one turn under one version of the weights."""
 
-    ticket: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    version: str
+    ticket: Serial
+    token_ids: TokenIds
+    logprobs: LogProbabilities
+    version: VersionName
     finish_reason: FinishReason | None = None
-    cached_tokens: int | None = None
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    cached_tokens: Count | None = None
+    top_logprobs: Annotated[tuple[Alternatives, ...], Meta(max_length=TOKENS_MAX)] = ()
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
     """What some steps of the engine added to all turns. A finish of "abort" hands the turn back."""
 
-    pieces: tuple[Piece, ...]
+    pieces: Annotated[tuple[Piece, ...], Meta(max_length=PIECES_MAX)]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The turn cannot run or go on here; what was told of it so far is valid."""
 
-    ticket: int
+    ticket: Serial
     fault: Fault
 
 
@@ -108,35 +134,35 @@ class VersionReady(msgspec.Struct, frozen=True, tag=True):
     `seconds` by phase: those of the receiver, `stage` for the engine's own copy, and `commit`, in which lies the pause.
     """
 
-    version: str
+    version: VersionName
     fault: Fault | None = None
-    hash: str = ""
-    size_bytes: int = 0  # read from the relay
-    seconds: dict[str, float] = {}
+    hash: Label = ""
+    size_bytes: Serial = 0  # read from the relay
+    seconds: Annotated[dict[Label, Seconds], Meta(max_length=PHASES_MAX)] = {}
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    beat_s: float
+    beat_s: Seconds
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):
     """Run this, from its partial on; under another version of the weights than this one, refuse."""
 
-    ticket: int
+    ticket: Serial
     request: Request
-    version: str | None = None
+    version: VersionName | None = None
 
 
 class Evict(msgspec.Struct, frozen=True, tag=True):
     """Hand the turn back with everything produced so far."""
 
-    ticket: int
+    ticket: Serial
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Forget the turn."""
 
-    ticket: int
+    ticket: Serial
 
 
 class NewVersion(msgspec.Struct, frozen=True, tag=True):
@@ -147,55 +173,67 @@ class NewVersion(msgspec.Struct, frozen=True, tag=True):
     """
 
     version: Name
-    folder: str = ""
-    relay: str = ""
-    run: str = ""
-    hash: str = ""
+    folder: Text = ""
+    relay: Text = ""
+    run: Label = ""
+    hash: Label = ""
 
 
 class Activate(msgspec.Struct, frozen=True, tag=True):
     """There is work for the rollout model: have it on the device, as far as the owner lets it."""
 
-    why: str
+    why: Text
 
 
 class Park(msgspec.Struct, frozen=True, tag=True):
     """There is none: give its memory to serving. Turns that are still there are handed back."""
 
-    why: str
+    why: Text
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """The connection ends; come back after this long, or, without a number, never."""
 
-    why: str
-    retry_s: float | None = None
+    why: Text
+    retry_s: Seconds | None = None
 
 
 ToGateway = Join | Beat | Tokens | Refused | VersionReady
 ToAgent = Welcome | Turn | Evict | Cancel | NewVersion | Activate | Park | Leave
 
 _encoder = msgspec.msgpack.Encoder()
-_to_gateway: msgspec.msgpack.Decoder[list[ToGateway]] = msgspec.msgpack.Decoder(list[ToGateway])
-_to_agent: msgspec.msgpack.Decoder[list[ToAgent]] = msgspec.msgpack.Decoder(list[ToAgent])
+ToGatewayFrame = Annotated[list[ToGateway], Meta(max_length=FRAME_MESSAGES_MAX)]
+ToAgentFrame = Annotated[list[ToAgent], Meta(max_length=FRAME_MESSAGES_MAX)]
+_to_gateway: msgspec.msgpack.Decoder[list[ToGateway]] = msgspec.msgpack.Decoder(ToGatewayFrame)
+_to_agent: msgspec.msgpack.Decoder[list[ToAgent]] = msgspec.msgpack.Decoder(ToAgentFrame)
 
 
 def encode(messages: Sequence[ToGateway | ToAgent]) -> bytes:
     return _encoder.encode(messages)
 
 
+def encode_one(message: ToGateway | ToAgent) -> msgspec.Raw:
+    """Return the message as a part of a frame."""
+    return msgspec.Raw(_encoder.encode(message))
+
+
+def join_frame(parts: Sequence[msgspec.Raw]) -> bytes:
+    """Return the frame of these messages."""
+    return _encoder.encode(parts)
+
+
 def decode_to_gateway(frame: bytes) -> list[ToGateway]:
-    """Raises Unavailable for a frame that is none."""
+    """Return the messages of a worker's frame. Raises Unavailable for anything else."""
     try:
         return _to_gateway.decode(frame)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise Unavailable(f"a worker sent something unreadable: {error}") from error
 
 
 def decode_to_agent(frame: bytes) -> list[ToAgent]:
-    """Raises Unavailable for a frame that is none."""
+    """Return the messages of a gateway's frame. Raises Unavailable for anything else."""
     try:
         return _to_agent.decode(frame)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         hint = "see that both ends run the same version of ROSE"
         raise Unavailable(f"the gateway sent something unreadable: {error}", hint=hint) from error

@@ -1,31 +1,41 @@
 """Messages on their way into a WebSocket: put without waiting, sent in one frame with whatever else is there by then.
 
 Both ends have one per connection. What is put while a frame is on its way goes with the next one, so a slow connection
-makes fewer and larger frames instead of a longer queue of small ones.
+makes fewer and larger frames instead of a longer queue of small ones. A frame is closed at `FRAME_BYTES`, so that the
+peer reads it in a few milliseconds. A peer that does not read for `STALLED_S`, or for which `WAITING_MAX` messages
+wait, loses its connection: what waits for it must not grow without a bound.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 
-from rose.rollout.messages import ToAgent, ToGateway, encode
+import msgspec
 
-FRAME_MESSAGES_MAX = 1024
+from rose.rollout.messages import FRAME_BYTES, FRAME_MESSAGES_MAX, ToAgent, ToGateway, encode_one, join_frame
+
+WAITING_MAX = 1 << 17  # twice the turns that a worker can have at once
+STALLED_S = 30.0  # well over any lease: a worker that beats and does not read is broken
 
 
 class Outbox:
     def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         self._send = send
-        self._messages: list[ToGateway | ToAgent] = []
+        self._messages: deque[ToGateway | ToAgent] = deque()
         self._news = asyncio.Event()
+        self._is_full = False
 
     def put(self, message: ToGateway | ToAgent) -> None:
-        self._messages.append(message)
+        if len(self._messages) >= WAITING_MAX:
+            self._is_full = True
+        else:
+            self._messages.append(message)
         self._news.set()
 
     async def run(self) -> None:
-        """Send what is put, until cancelled. Raises ConnectionError when the connection is gone."""
+        """Send what is put, until cancelled. Raises ConnectionError when the peer is gone or does not read."""
         while True:
             await self._news.wait()
             await self.flush()
@@ -33,5 +43,19 @@ class Outbox:
     async def flush(self) -> None:
         self._news.clear()
         while self._messages:
-            frame, self._messages = self._messages[:FRAME_MESSAGES_MAX], self._messages[FRAME_MESSAGES_MAX:]
-            await self._send(encode(frame))
+            try:
+                async with asyncio.timeout(STALLED_S):
+                    await self._send(self._next_frame())
+            except TimeoutError as error:
+                raise ConnectionResetError(f"the peer read nothing for {STALLED_S:g} s") from error
+            if self._is_full:
+                raise ConnectionResetError(f"{WAITING_MAX} messages wait for a peer that does not read")
+
+    def _next_frame(self) -> bytes:
+        parts: list[msgspec.Raw] = []
+        size = 0
+        while self._messages and len(parts) < FRAME_MESSAGES_MAX and size < FRAME_BYTES:
+            part = encode_one(self._messages.popleft())
+            parts.append(part)
+            size += len(memoryview(part))
+        return join_frame(parts)

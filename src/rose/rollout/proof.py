@@ -8,8 +8,11 @@ goes on from what it had. Nothing is lost either way, since a turn's tokens foll
 
 from __future__ import annotations
 
+from rose.errors import Unavailable
 from rose.rollout.messages import Piece, Tokens
 from rose.rollout.pool import Member, Pool
+
+WITHHELD_MAX = 1 << 14  # a worker tells its hash within a moment of the first token
 
 
 def proved(pool: Pool, member: Member, tokens: Tokens) -> Tokens:
@@ -21,6 +24,8 @@ def proved(pool: Pool, member: Member, tokens: Tokens) -> Tokens:
         if piece.ticket in waiting or not _is_judged(pool, member, piece):
             waiting.add(piece.ticket)
             member.withheld.append(piece)
+            if len(member.withheld) > WITHHELD_MAX:
+                raise Unavailable(f"{WITHHELD_MAX} pieces of tokens wait for the hash of their weights")
         else:
             passed.append(piece)
     return Tokens(tuple(passed))

@@ -10,47 +10,57 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from rose.engines.base import Request
-from rose.rollout.ledger import Answer, Ledger
+from rose.bounds import Label, Priority
+from rose.engines.base import Request, Sampling
+from rose.rollout.ledger import GIVEN_UP, Answer, Ledger
 from rose.rollout.ledger_file import LedgerFile
+from rose.rollout.ledger_migrations import messages_from_json
 from rose.rollout.messages import NewVersion
-from rose.rollout.trajectories import Finish, Group, KeptTurn, Message, Recalled, RecalledGroup, Session
-from rose.rollout.turn_log import read_log
+from rose.rollout.room import Room
+from rose.rollout.sessions import Finish, KeptTurn, Session
+from rose.rollout.trajectories import Group, RecalledGroup, RecalledTrajectories
+from rose.rollout.turn_log import Began, Came, UnderWay, read_log
 
 META = "SELECT name, value FROM meta"
 GROUPS = "SELECT id, name, size, task, completed, batch FROM groups ORDER BY id"
-SESSIONS = "SELECT id, name, group_id, task, seed, finish, turn_count, forks, is_gone FROM sessions ORDER BY id"
+SESSIONS = "SELECT id, name, group_id, task, seed, finish, turn_count, forks, is_gone, secret FROM sessions ORDER BY id"
 TURNS = (
-    "SELECT session, ordinal, digest, parent, prompt, messages, reply, finish, cached, answer FROM turns"
+    "SELECT session, ordinal, digest, parent, prompt, messages, reply, finish, cached, answer, asked FROM turns"
     " ORDER BY session, ordinal"
 )
+VERSIONS_MAX = 1 << 16
 
-_messages: msgspec.msgpack.Decoder[tuple[int, list[Message]]] = msgspec.msgpack.Decoder(tuple[int, list[Message]])
 _finish: msgspec.msgpack.Decoder[Finish] = msgspec.msgpack.Decoder(Finish)
-_versions: msgspec.msgpack.Decoder[list[NewVersion]] = msgspec.msgpack.Decoder(list[NewVersion])
+_versions: msgspec.msgpack.Decoder[list[NewVersion]] = msgspec.msgpack.Decoder(
+    Annotated[list[NewVersion], Meta(max_length=VERSIONS_MAX)]
+)
+_asked: msgspec.msgpack.Decoder[tuple[Sampling, str, int]] = msgspec.msgpack.Decoder(tuple[Sampling, Label, Priority])
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
+class Recalled:
     """A turn that had not ended."""
 
     session: Session
     turn: KeptTurn
     request: Request
+    under_way: UnderWay
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    trajectories: Recalled
+    trajectories: RecalledTrajectories
     versions: Sequence[NewVersion]
-    under_way: Sequence[UnderWay]
+    under_way: Sequence[Recalled]
 
 
-def recall(ledger: Ledger, now_s: float) -> Memory:
+def recall(ledger: Ledger, room: Room, now_s: float) -> Memory:
     """All that the file holds."""
     file = ledger.file
     meta = dict(file.rows(META))
@@ -61,9 +71,9 @@ def recall(ledger: Ledger, now_s: float) -> Memory:
     by_number = {found.group.number: found.group for found in groups}
     sessions: dict[int, Session] = {}
     gone: list[Session] = []
-    for number, name, group_number, task, seed, finish, turn_count, forks, is_gone in file.rows(SESSIONS):
+    for number, name, group_number, task, seed, finish, turn_count, forks, is_gone, secret in file.rows(SESSIONS):
         group = by_number.get(group_number)
-        session = Session(name, seed, now_s, group, task, number, ledger)
+        session = Session(name, seed, now_s, group, task, number, ledger, secret=secret, room=room)
         session.finish = _finish.decode(finish) if finish is not None else None
         session.turn_count, session.forks = turn_count, forks
         if is_gone:
@@ -72,41 +82,61 @@ def recall(ledger: Ledger, now_s: float) -> Memory:
         sessions[number] = session
         if group is not None:
             group.members[name] = session
-    _recall_ended(file, sessions)
-    under_way = _recall_under_way(file, sessions)
-    recalled = Recalled(list(sessions.values()), gone, groups, meta.get("batch", 0))
+    under_way = _recall_turns(file, sessions)
+    recalled = RecalledTrajectories(list(sessions.values()), gone, groups, meta.get("batch", 0))
     return Memory(recalled, _versions.decode(meta["versions"]) if "versions" in meta else (), under_way)
 
 
-def _recall_ended(file: LedgerFile, sessions: dict[int, Session]) -> None:
-    for number, ordinal, digest, parent, prompt, messages, reply, finish, cached, answer in file.rows(TURNS):
+def _recall_turns(file: LedgerFile, sessions: dict[int, Session]) -> list[Recalled]:
+    """Of all sessions; returns those that are under way, oldest row of the log first."""
+    log = read_log(file)
+    found: list[Recalled] = []
+    for number, ordinal, digest, parent, prompt, messages, reply, finish, cached, answer, asked in file.rows(TURNS):
+        _, came = log.pop((number, ordinal), (None, []))
         session = sessions.get(number)
-        if session is None:
-            continue
+        if session is None or (session.finish is not None and not finish):
+            continue  # nothing more comes of a turn that had not ended when its trajectory did
         turn = _recall_turn(session, ordinal, digest, parent, prompt, messages, reply)
-        turn.is_noted, turn.finish_reason = True, finish
-        found, produced = _answer.decode(answer), turn.produced
-        produced.token_ids, produced.logprobs, produced.spans = found.token_ids, found.logprobs, found.spans
-        produced.top_logprobs, produced.workers = found.top_logprobs, found.workers
-        produced.cached_tokens = cached
-
-
-def _recall_under_way(file: LedgerFile, sessions: dict[int, Session]) -> list[UnderWay]:
-    """Of trajectories that have not finished. Whoever runs them again notes them again."""
-    under_way = []
-    for (number, ordinal), (began, came) in sorted(read_log(file).items()):
+        _restore(turn, _answer.decode(answer), cached)
+        turn.is_noted, turn.is_stopped, turn.finish_reason = finish != GIVEN_UP, finish == GIVEN_UP, finish or None
+        if finish is None:
+            began = Began((number, ordinal), digest, parent, prompt, _asked.decode(asked), messages)
+            under_way = UnderWay(0, began, len(turn.produced))
+            _extend(turn, came)
+            found.append(_under_way(session, turn, under_way))
+    for (number, ordinal), (known, came) in sorted(log.items(), key=lambda item: item[0]):
         session = sessions.get(number)
-        if session is None or session.finish is not None or began.digest in session.by_digest:
+        if known is None or session is None or session.finish is not None or known.began.digest in session.by_digest:
             continue
+        began = known.began
         turn = _recall_turn(session, ordinal, began.digest, began.parent, began.prompt, began.messages, None)
-        for piece in came:
-            turn.produced.add(piece.token_ids, piece.logprobs, piece.version, piece.top_logprobs)
-            turn.produced.workers += [name for name in piece.workers if name not in turn.produced.workers]
+        turn.is_noted = True
+        _extend(turn, came)
         session.turns.sort(key=lambda turn: turn.ordinal)
-        sampling, tenant, priority = began.asked
-        request = Request(f"{turn.key}#again", turn.prompt_ids, sampling, tenant, priority)
-        under_way.append(UnderWay(session, turn, request))
-    return under_way
+        found.append(_under_way(session, turn, known))
+    return sorted(found, key=lambda one: one.under_way.row)
+
+
+def _under_way(session: Session, turn: KeptTurn, under_way: UnderWay) -> Recalled:
+    sampling, tenant, priority = under_way.began.asked
+    request = Request(f"{turn.key}#again", turn.prompt_ids, sampling, tenant, priority)
+    return Recalled(session, turn, request, under_way)
+
+
+def _restore(turn: KeptTurn, answer: Answer, cached_tokens: int | None) -> None:
+    produced = turn.produced
+    produced.token_ids, produced.logprobs, produced.spans = answer.token_ids, answer.logprobs, answer.spans
+    produced.top_logprobs, produced.workers = answer.top_logprobs, answer.workers
+    produced.cached_tokens = cached_tokens
+
+
+def _extend(turn: KeptTurn, came: Sequence[Came]) -> None:
+    """With the tokens of the log that the turn does not have yet."""
+    produced = turn.produced
+    for piece in came:
+        if piece.start == len(produced):
+            produced.add(piece.token_ids, piece.logprobs, piece.version, piece.top_logprobs)
+        produced.workers += [name for name in piece.workers if name not in produced.workers]
 
 
 def _recall_turn(
@@ -123,7 +153,7 @@ def _recall_turn(
     before = (*parent.prompt_ids, *parent.produced.token_ids) if parent is not None else ()
     turn = session.add(ordinal, digest, (*before, *array("i", prompt)), parent)
     if messages is not None:
-        shared, rest = _messages.decode(messages)
+        shared, rest = messages_from_json(messages)
         held = list(parent.messages[:shared]) if parent is not None and parent.messages is not None else []
         turn.restore_words([*held, *rest], reply)
     return turn

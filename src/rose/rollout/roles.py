@@ -30,6 +30,7 @@ VARIABLES: dict[Role, str] = {
     "trainer": "ROSE_TRAINER_TOKEN",
     "operator": "ROSE_OPERATOR_TOKEN",
 }
+ROLE = web.RequestKey("rose.role", str)  # of a request, once it is known
 ROLES: tuple[Role, ...] = ("agent", "worker", "trainer", "operator")
 
 
@@ -56,16 +57,28 @@ def tokens_from_environment() -> Tokens:
 
 
 def check_role(request: web.Request, tokens: Tokens, allowed: tuple[Role, ...]) -> None:
-    """Raises the answer for a request that may not do this: 401 without a token, 403 with that of another role."""
-    given = request.headers.get("Authorization", "").partition(" ")[2].strip().encode()
-    for secret in _secrets(tokens, allowed):
+    """Note the role of a request. Raises the answer for one that may not do this: 401 without a token, else 403."""
+    given = bearer_of(request)
+    for role, secret in zip(allowed, _secrets(tokens, allowed)):
         if hmac.compare_digest(given, secret):
+            request[ROLE] = role
             return
     known = [role for role in ROLES if hmac.compare_digest(given, tokens.of(role).encode())]
     if known:
         message = f"this is for the role {' or '.join(allowed)}; the token is that of the role {known[0]}"
         raise Failure(403, message, kind="permission_error", code="wrong_role")
     check_bearer(request, tokens.of(allowed[0]))
+
+
+def is_trusted(request: web.Request) -> bool:
+    """Whether the request is the trainer's, who may act on every trajectory of its run."""
+    return bool(request[ROLE] == "trainer")
+
+
+def bearer_of(request: web.Request) -> bytes:
+    """The token of a request, empty without one. A header may hold any bytes, which are no reason to fail."""
+    kind, _, given = request.headers.get("Authorization", "").partition(" ")
+    return given.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
 
 
 @cache

@@ -16,15 +16,18 @@ from typing import Protocol
 
 import msgspec
 
+from rose.bounds import FLOAT_MAX, LOG_PROBABILITY_MAX
 from rose.coserve import messages as engine_messages
 from rose.engines.base import FinishReason, TokenEvent
-from rose.errors import RoseError, Unavailable
+from rose.errors import RequestRefused, RoseError, Unavailable
 from rose.front.handle import EngineHandle
-from rose.rollout.messages import Piece, Refused, ToGateway, Tokens, Turn
+from rose.rollout.messages import PIECES_MAX, Piece, Refused, ToGateway, Tokens, Turn
 from rose.rollout.rates import Rates
 
 GATHER_S = 0.1  # the most work of a turn that dies with its worker; also how often a streaming reader sees news
 GATHER_S_MAX = 0.3  # on a worker with many turns; well under the half second after which one may have stalled
+LOWEST = -FLOAT_MAX
+NO_NUMBER = "a log-probability that is no number; the weights may have diverged"
 TOLD_PER_S = 100  # turns of one worker, about, whose news is told in a second
 
 
@@ -137,9 +140,9 @@ class TurnRunner:
         self._tell_full()
 
     def _tell_full(self) -> None:
-        if self._full:
-            self._say(Tokens(tuple(gathered.piece() for gathered in self._full)))
-            self._full.clear()
+        for start in range(0, len(self._full), PIECES_MAX):
+            self._say(Tokens(tuple(gathered.piece() for gathered in self._full[start : start + PIECES_MAX])))
+        self._full.clear()
 
     # What the engine does
 
@@ -149,8 +152,13 @@ class TurnRunner:
         has_ended = False
         for event in stepped.events:
             ticket = self._tickets.get(event.request_id)
-            if ticket is not None:
+            if ticket is None:
+                continue
+            if all(LOWEST <= logprob <= LOG_PROBABILITY_MAX for logprob in event.logprobs):
                 has_ended |= self._gather(ticket, event)
+            else:  # NaN too: the weights have diverged, and only the turns that show it are refused
+                self._engine.cancel([event.request_id])
+                self._refuse(event.request_id, RequestRefused(f"version `{event.version}` draws tokens of {NO_NUMBER}"))
         if has_ended:
             self._tell_full()
         if self._gathered and self._timer is None:

@@ -17,6 +17,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 
+from rose.bounds import INT32_MAX
 from rose.core.pacing import Pacer
 from rose.core.router import Outcome, Place, Router, TurnView, WorkerView
 from rose.core.stalls import Stalls
@@ -49,9 +50,11 @@ class Scheduler:
         stalls: Stalls | None = None,
         pacer: Pacer | None = None,
         first_ticket: int = 1,
+        vocabulary: int = INT32_MAX,
     ) -> None:
         self.counts = Counts()
         self._pool, self._waiting_max, self._wait_s = pool, waiting_max, wait_s
+        self._vocabulary = vocabulary
         self._router = router if router is not None else Router()
         self._stalls = stalls if stalls is not None else Stalls()
         self._pacer = pacer if pacer is not None else Pacer()
@@ -84,15 +87,9 @@ class Scheduler:
         affinity: str = "",
         group: str | None = None,
         produced: Produced | None = None,
-        is_known: bool = False,
     ) -> None:
-        """Take a turn. Raises QueueFull, unless it was taken in an earlier life of the gateway.
-
-        `produced` is what an earlier try of the same turn came to.
-        """
+        """Take a turn. `produced` is what an earlier try of the same turn came to."""
         assert request.request_id not in self._turns, f"turn `{request.request_id}` is under way"
-        if self._waiting >= self._waiting_max and not is_known:
-            raise QueueFull(f"{self._waiting} turns are waiting for a worker", retry_after_s=RETRY_AFTER_S)
         so_far = produced if produced is not None else Produced()
         turn = LiveTurn(request, affinity, group, sink, so_far, next(self._orders), now_s, now_s)
         self._turns[request.request_id] = turn
@@ -100,6 +97,11 @@ class Scheduler:
         self._enqueue(turn)
         if not self._is_full or self._queue[0][-1] is turn:
             self.place(now_s)
+
+    def check_room(self) -> None:
+        """Raises QueueFull if too many turns wait already; to be asked before anything is kept of a turn."""
+        if self._waiting >= self._waiting_max:
+            raise QueueFull(f"{self._waiting} turns are waiting for a worker", retry_after_s=RETRY_AFTER_S)
 
     def cancel(self, request_ids: Iterable[str], now_s: float) -> None:
         """Forget turns; those that have ended are skipped."""
@@ -354,10 +356,26 @@ class Scheduler:
         self.take_back(turn, now_s)
         return True
 
+    def _check(self, turn: LiveTurn, piece: Piece) -> None:
+        """Raises Unavailable for tokens that no engine could have drawn; their worker is then closed."""
+        count, most = len(piece.token_ids), turn.request.sampling.max_tokens
+        wrong = ""
+        if len(piece.logprobs) != count or len(piece.top_logprobs) not in (0, count):
+            wrong = f"{count} tokens with {len(piece.logprobs)} log-probabilities"
+        elif count and max(piece.token_ids) >= self._vocabulary:
+            wrong = f"token id {max(piece.token_ids)} of a vocabulary of {self._vocabulary}"
+        elif any(token_id >= self._vocabulary for entry in piece.top_logprobs for token_id, _ in entry):
+            wrong = f"an alternative outside the vocabulary of {self._vocabulary}"
+        elif len(turn.produced) + count > most:
+            wrong = f"{len(turn.produced) + count} tokens of a turn that asked for {most}"
+        if wrong:
+            raise Unavailable(f"a worker sent {wrong}")
+
     def _take(self, turn: LiveTurn, piece: Piece, now_s: float) -> bool:
-        """One piece of a turn; whether its seat is free now."""
+        """One piece of a turn; whether its seat is free now. Raises Unavailable."""
         produced, member = turn.produced, turn.member
         assert member is not None
+        self._check(turn, piece)
         produced.add(piece.token_ids, piece.logprobs, piece.version, piece.top_logprobs, member.name)
         self.counts.tokens += len(piece.token_ids)
         first = produced.cached_tokens is None

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from rose.bounds import ITEMS_MAX, Count, Name, Seconds, Serial, Text
 from rose.core.allocation import Cycle
 from rose.errors import RequestRefused
 from rose.front.answering import json_response
@@ -22,45 +23,54 @@ from rose.front.failures import Failure, bad_request
 from rose.rollout.gateway import Gateway
 from rose.rollout.messages import NewVersion
 from rose.rollout.pool import Member
-from rose.rollout.trajectories import Finish
+from rose.rollout.roles import is_trusted
+from rose.rollout.sessions import Finish, Reward
+from rose.rollout.trajectories import Batch, Forbidden
 
 MSGPACK = "application/msgpack"
 POLL_S_DEFAULT, POLL_S_MAX = 30.0, 120.0
 CYCLES_SHOWN = 64
 
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Place = Annotated[str, Meta(max_length=4096)]
+Secret = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[A-Za-z0-9_-]+\Z")]
 Value = TypeVar("Value", int, float)
 
 
 class BeginBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """With an `id` of the caller's own, asking twice makes one trajectory."""
+    """With an `id` of the caller's own, asking twice makes one trajectory.
+
+    An agent that may have to ask twice sends a `secret` that it made itself. Without one the gateway makes one, and
+    only the trainer can begin the trajectory again.
+    """
 
     id: Name | None = None
     group: Name | None = None
     group_size: Annotated[int, Meta(ge=1, le=4096)] = 1
-    task: str = ""
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    task: Text = ""
+    seed: Serial | None = None
+    secret: Secret | None = None
 
 
 class Begun(msgspec.Struct):
-    id: str
-    group: str | None
-    task: str
-    seed: int
+    """`session` is the name for the trajectory's turns and its end: its id and its secret."""
+
+    id: Name
+    group: Name | None
+    task: Text
+    seed: Serial
+    session: Text = ""
 
 
 class FinishBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    reward: float = 0.0
+    reward: Reward = 0.0
     is_success: bool = False
-    invalid_turns: Annotated[int, Meta(ge=0)] = 0
+    invalid_turns: Count = 0
     is_lost: bool = False
 
 
 class Finished(msgspec.Struct):
-    id: str
-    turns: int
-    forks: int
+    id: Name
+    turns: Count
+    forks: Count
 
 
 class PublishBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -71,21 +81,23 @@ class PublishBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """
 
     version: Name
-    folder: Place = ""
-    relay: Place = ""
+    folder: Text = ""
+    relay: Text = ""
     run: Annotated[str, Meta(max_length=100)] = ""
     hash: Annotated[str, Meta(max_length=128)] = ""
     wait_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
 
 
 class Published(msgspec.Struct):
-    """`sync_s` and `pause_s` are of those that took it now, by name: until it ran there, and what turns stood still."""
+    """`sync_s`: per worker, seconds from publishing until it ran the version. `pause_s`: per worker, how long
+    generation stalled.
+    """
 
-    version: str
-    ready: list[str]
-    behind: dict[str, str]  # why each of the others does not run it yet
-    sync_s: dict[str, float] = {}
-    pause_s: dict[str, float] = {}
+    version: Name
+    ready: Annotated[list[Name], Meta(max_length=ITEMS_MAX)]
+    behind: Annotated[dict[Name, Text], Meta(max_length=ITEMS_MAX)]  # why each of the others does not run it yet
+    sync_s: Annotated[dict[Name, Seconds], Meta(max_length=ITEMS_MAX)] = {}
+    pause_s: Annotated[dict[Name, Seconds], Meta(max_length=ITEMS_MAX)] = {}
 
 
 class MemberShown(msgspec.Struct):
@@ -143,22 +155,27 @@ async def begin(gateway: Gateway, request: web.Request) -> web.Response:
         group_size=body.group_size,
         task=body.task,
         seed=body.seed,
+        secret=body.secret,
+        is_trusted=is_trusted(request),
     )
     await gateway.durable()
-    return json_response(Begun(session.trajectory_id, session.group_id, session.task, session.seed))
+    return json_response(Begun(session.trajectory_id, session.group_id, session.task, session.seed, session.name))
 
 
 async def finish(gateway: Gateway, request: web.Request) -> web.Response:
     body = FINISH.read(await gateway.front.read(request))
     name = request.match_info["trajectory"]
     try:
-        session = gateway.finish(name, Finish(body.reward, body.is_success, body.invalid_turns, body.is_lost))
+        finish = Finish(body.reward, body.is_success, body.invalid_turns, body.is_lost)
+        session = gateway.finish(name, finish, is_trusted=is_trusted(request))
+    except Forbidden:
+        raise
     except KeyError as error:
         raise Failure(404, f"there is no trajectory `{name[:80]}`", code="not_found") from error
     except RequestRefused as error:
         raise Failure(409, error.what, code="already_finished") from error
     await gateway.durable()
-    return json_response(Finished(name, session.turn_count, session.forks))
+    return json_response(Finished(session.trajectory_id, session.turn_count, session.forks))
 
 
 async def next_batch(gateway: Gateway, request: web.Request) -> web.Response:
@@ -169,9 +186,22 @@ async def next_batch(gateway: Gateway, request: web.Request) -> web.Response:
     if found is None:
         return web.Response(status=204)
     await gateway.durable()
-    if MSGPACK in request.headers.get("Accept", ""):
-        return web.Response(body=msgspec.msgpack.encode(found), content_type=MSGPACK)
-    return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+    is_binary = MSGPACK in request.headers.get("Accept", "")
+    body = await encoded_batch(found, msgspec.msgpack.encode if is_binary else msgspec.json.encode)
+    return web.Response(body=body, content_type=MSGPACK if is_binary else "application/json")
+
+
+async def encoded_batch(batch: Batch, encode: Callable[[Any], bytes]) -> bytes:
+    """Encode one trajectory at a time: a whole batch may be hundreds of megabytes, and others wait for the loop."""
+    groups = []
+    for group in batch.groups:
+        trajectories = []
+        for trajectory in group.trajectories:
+            trajectories.append(msgspec.Raw(encode(trajectory)))
+            await asyncio.sleep(0)
+        fields = {"group": group.group, "task": group.task, "trajectories": trajectories, "lost": group.lost}
+        groups.append(msgspec.Raw(encode(fields)))
+    return encode({"batch": batch.batch, "groups": groups})
 
 
 async def publish(gateway: Gateway, request: web.Request) -> web.Response:

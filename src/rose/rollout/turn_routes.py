@@ -28,10 +28,11 @@ from rose.front.replies import Placed
 from rose.front.requests import ChatBody, CompletionBody, GenerateBody, SamplingBody
 from rose.rollout.conversation import plain_prompt_of, prompt_of
 from rose.rollout.gateway import Gateway
-from rose.rollout.trajectories import KeptTurn, Message, Session
+from rose.rollout.roles import is_trusted
+from rose.rollout.sessions import KeptTurn, Message, Session
 
 SESSION_HEADER = "X-Session-ID"
-SESSION_CHARACTERS_MAX = 256
+SESSION_CHARACTERS_MAX = 321  # the longest id, a mark, the longest secret
 WHOLE = Sampling()
 
 
@@ -49,7 +50,7 @@ async def generate(gateway: Gateway, request: web.Request) -> web.StreamResponse
     max_tokens = max_tokens_of(front, len(body.token_ids), wanted.max_tokens, DEFAULT_MAX_TOKENS)
     top = wanted.logprobs or 0
     sampling = sampling_of(front, wanted, max_tokens=max_tokens, top_logprobs=top if top > 1 else 0)
-    session = gateway.trajectories.open(name, gateway.now_s())
+    session = gateway.trajectories.open(name, gateway.now_s(), is_trusted=is_trusted(request))
     check_training(session, sampling)
     turn, seed = session.turn_of(tuple(body.token_ids), sampling, wanted.seed)
     engine_request = Request(
@@ -57,7 +58,7 @@ async def generate(gateway: Gateway, request: web.Request) -> web.StreamResponse
         prompt_ids=turn.prompt_ids,
         sampling=structs.replace(sampling, seed=seed),
         tenant=body.cache_salt or "",
-        priority=body.priority or 0,
+        priority=priority_of(request, body.priority or 0),
         arrival_s=request[ARRIVAL],
     )
     form = GenerateForm(front, body, wanted.logprobs, turn.key, place_of(session, turn))
@@ -73,7 +74,7 @@ async def chat_completions(gateway: Gateway, request: web.Request) -> web.Stream
         return await device_chat.respond(front, request, body)
     check_chat(front, body)
     _check_one_answer(body)
-    session = gateway.trajectories.open(name, gateway.now_s())
+    session = gateway.trajectories.open(name, gateway.now_s(), is_trusted=is_trusted(request))
     prompt, messages = await prompt_of(front, session, body)
     check_prompt(front, prompt, "messages")
     asked = _Asked(prompt, messages, body.max_completion_tokens or body.max_tokens, None, body.top_logprobs or 0)
@@ -98,7 +99,7 @@ async def completions(gateway: Gateway, request: web.Request) -> web.StreamRespo
     prompts = prompts_of(body.prompt)
     if len(prompts) > 1:
         raise bad_request("a turn of a trajectory has one prompt", param="prompt")
-    session = gateway.trajectories.open(name, gateway.now_s())
+    session = gateway.trajectories.open(name, gateway.now_s(), is_trusted=is_trusted(request))
     prompt, messages = prompts[0], None
     if isinstance(prompt, str):
         prompt, messages = await plain_prompt_of(front, session, prompt)
@@ -120,10 +121,18 @@ def session_name(request: web.Request, body: SamplingBody | GenerateBody) -> str
         raise bad_request(f"{SESSION_HEADER} has more than {SESSION_CHARACTERS_MAX} characters", param=SESSION_HEADER)
     given = {SESSION_HEADER: header, "trajectory": body.trajectory, "program_id": body.program_id}
     names = {where: name for where, name in given.items() if name}
+    for where, name in names.items():
+        if not name.isprintable():  # among them bytes that are not UTF-8
+            raise bad_request(f"{where} has characters that cannot be printed", param=where)
     if len(set(names.values())) > 1:
         shown = " and ".join(f"`{name[:80]}` in {where}" for where, name in names.items())
         raise bad_request(f"one turn belongs to one trajectory, not to {shown}", param=list(names)[-1])
     return next(iter(names.values()), None)
+
+
+def priority_of(request: web.Request, wanted: int) -> int:
+    """The trainer's word; an agent may only stand back (a larger number runs later), never before others."""
+    return wanted if is_trusted(request) else max(0, wanted)
 
 
 def place_of(session: Session, turn: KeptTurn) -> Placed:
@@ -180,9 +189,10 @@ async def _answer_in_words(
     wanted = structs.replace(choice.request.sampling, max_tokens=asked.most or 0)
     turn, seed = session.turn_of(tuple(asked.prompt), wanted, body.seed, stops)
     if asked.messages is not None:
-        turn.messages = asked.messages
+        turn.hold_messages(asked.messages, len(await request.read()))
     sampling = structs.replace(choice.request.sampling, seed=seed)
-    choice.request = structs.replace(choice.request, sampling=sampling)
+    priority = priority_of(request, choice.request.priority)
+    choice.request = structs.replace(choice.request, sampling=sampling, priority=priority)
     response = await _answer(gateway, request, session, turn, choice, form_of(turn), bool(body.stream))
     _note_reply(gateway, turn, choice)
     return response

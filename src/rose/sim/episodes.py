@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rose.engines.base import Sampling, Span
-from rose.rollout.trajectories import Finish
+from rose.rollout.sessions import Finish
 from rose.sim.law import EOS, VOCABULARY
 
 

@@ -40,7 +40,8 @@ from rose.rollout.messages import (
 )
 from rose.rollout.pool import Member
 from rose.rollout.produced import Produced
-from rose.rollout.trajectories import Batch, Finish
+from rose.rollout.sessions import Finish
+from rose.rollout.trajectories import Batch
 from rose.sim.agent import PING, PONG
 from rose.sim.episodes import Answered, Episode
 from rose.sim.gate import Gate

@@ -21,7 +21,8 @@ import msgspec
 from rose.core.trajectory import NO_VERSION, Trajectory
 from rose.engines.base import Request
 from rose.errors import RequestRefused
-from rose.rollout.trajectories import Batch, Finish
+from rose.rollout.sessions import Finish
+from rose.rollout.trajectories import Batch
 from rose.sim.episodes import Answered, Episode
 from rose.sim.law import drawn, is_whole
 from rose.sim.scenario import Scenario

@@ -6,7 +6,7 @@ import sqlite3
 
 from rose.engines.base import TokenEvent
 from rose.rollout.ledger import Ledger
-from rose.rollout.trajectories import KeptTurn, Session
+from rose.rollout.sessions import Finish, KeptTurn, Session
 from rose.sim.gate import Gate
 from rose.sim.judge import Judge
 
@@ -30,10 +30,9 @@ class WatchedLedger(Ledger):
         self._judge.accepted(turn.prompt_ids, start, event.token_ids, event.logprobs, event.version, ends=is_end)
         super().produced(turn, event)
 
-    def finished(self, session: Session) -> None:
-        assert session.finish is not None
-        self._judge.ended(session.trajectory_id, session.finish)
-        super().finished(session)
+    def finished(self, session: Session, finish: Finish, turn_count: int, forks: int) -> None:
+        self._judge.ended(session.trajectory_id, finish)
+        super().finished(session, finish, turn_count, forks)
 
     def commit(self) -> None:
         self._gate.enter(self._commit)  # a process that stands still writes nothing

@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 from rose.engines.base import Sampling
 from rose.errors import QueueFull, RequestRefused, Unavailable
-from rose.rollout.trajectories import Batch, Finish
+from rose.rollout.sessions import Finish
+from rose.rollout.trajectories import Batch
 from rose.sim.episodes import Answered, Episode
 from rose.sim.judge import Judge
 from rose.sim.scenario import Scenario

@@ -26,7 +26,8 @@ from rose.config.gateway import GatewaySettings
 from rose.coserve.mailbox import Mailbox
 from rose.coserve.messages import Fault
 from rose.engines.base import Sampling
-from rose.errors import RequestRefused
+from rose.errors import QueueFull, RequestRefused, Unavailable
+from rose.rollout import turn_log
 from rose.rollout.books import Books
 from rose.rollout.ledger import Ledger
 from rose.rollout.messages import Beat, Cancel, Join, NewVersion, Piece, Refused, Tokens, Turn, VersionReady
@@ -39,6 +40,7 @@ POISON = 9999
 GROUP_SIZE = 2
 NAMES = [f"{group}{member}" for group in "abcd" for member in range(GROUP_SIZE)]
 SAMPLING = Sampling(max_tokens=ANSWER_TOKENS)
+ROWS_KEPT = turn_log.ROWS_KEPT
 
 
 def right(prompt_ids: tuple[int, ...], start: int, end: int) -> tuple[int, ...]:
@@ -79,9 +81,17 @@ class Device:
 
 
 class Gateways(RuleBasedStateMachine):
-    @initialize(max_staleness=st.integers(0, 1))
-    def start(self, max_staleness: int) -> None:
-        self.settings = GatewaySettings(lease_s=5.0, wait_s=1e6, idle_s=1e6, max_staleness=max_staleness)
+    @initialize(
+        max_staleness=st.integers(0, 1),
+        wait_s=st.sampled_from([1.0, 1e6]),
+        max_waiting=st.sampled_from([1, 4096]),
+        rows_kept=st.sampled_from([0, 2, 256]),
+    )
+    def start(self, max_staleness: int, wait_s: float, max_waiting: int, rows_kept: int) -> None:
+        turn_log.ROWS_KEPT = rows_kept  # restored by `teardown`
+        self.settings = GatewaySettings(
+            lease_s=5.0, wait_s=wait_s, idle_s=1e6, max_staleness=max_staleness, max_waiting=max_waiting
+        )
         self.database = sqlite3.connect(":memory:", isolation_level=None)
         self.now_s = 0.0
         self.devices: dict[str, Device] = {}
@@ -116,6 +126,11 @@ class Gateways(RuleBasedStateMachine):
             self.former += [(device.member, ticket) for ticket in device.turns]
         self.devices, self.readers = {}, []
         self.books = self.open()
+        for session in self.books.trajectories:
+            for turn in session.turns:
+                ids = tuple(turn.produced.token_ids)
+                assert ids == right(turn.prompt_ids, 0, len(ids)), "what was durable is whole"
+                assert turn.is_running == (turn.finish_reason is None and not turn.is_stopped)
         order: list[str | None] = [None, *self.published]
         least = order.index(self.acknowledged[-1]) if self.acknowledged else 0
         assert order.index(self.books.pool.wanted_version) >= least, "a version that was acknowledged is forgotten"
@@ -279,7 +294,12 @@ class Gateways(RuleBasedStateMachine):
             with pytest.raises(RequestRefused, match="has finished"):
                 self.books.ask(name, prompt_ids, SAMPLING, reader, self.now_s, whole=whole)
             return
-        self.books.ask(name, prompt_ids, SAMPLING, reader, self.now_s, whole=whole)
+        try:
+            self.books.ask(name, prompt_ids, SAMPLING, reader, self.now_s, whole=whole)
+        except QueueFull:
+            refused = [turn for turn in session.turns if turn.prompt_ids == prompt_ids]
+            assert all(turn.produced for turn in refused), "a turn that was refused leaves nothing behind"
+            return
         self.readers.append((name, prompt_ids, reader))
 
     @rule()
@@ -289,6 +309,8 @@ class Gateways(RuleBasedStateMachine):
         for name, prompt_ids, reader in self.readers:
             ids, reason = reader.told()
             assert ids == right(prompt_ids, 0, len(ids)), "no token is lost, doubled, or somebody else's"
+            if isinstance(reader._error, Unavailable):  # it waited too long for a worker: asked again, it goes on
+                continue
             if reason is None:
                 left.append((name, prompt_ids, reader))
                 continue
@@ -339,6 +361,7 @@ class Gateways(RuleBasedStateMachine):
         """Everything is played to its end: each trajectory comes out once, with the right tokens."""
         if not hasattr(self, "books"):
             return
+        turn_log.ROWS_KEPT = ROWS_KEPT
         self.crash(rejoin=False)
         self.finish_all()
         seen: dict[str, int] = {}

@@ -31,9 +31,10 @@ PASSED = {
 EXEMPT = {
     "rose.coserve.messages:Command": "of the same user's process: the peer's uid is checked, frames are bounded",
     "rose.coserve.messages:Event": "the same, in the other direction",
+    "rose.rollout.client:Batch": "of the trainer's own gateway, which bounded every part of it when it came in",
 }
 # Parts whose types are not bounded yet.
-OPEN = ("engines", "front", "launch", "load", "observe", "rollout", "weights")
+OPEN = ("engines", "front", "launch", "load", "observe", "weights")
 
 
 def decoded_types(file: Path) -> Iterator[tuple[str, str]]:

@@ -40,6 +40,9 @@ class FakeGateway:
             self._groups[body.group].append(body.id)
             self._sizes[body.group] = body.group_size
 
+    def session(self, name: str) -> str:
+        return name
+
     def trajectory(self, name: str, priority: int = 0) -> Any:
         async def generate(token_ids: Sequence[int], sampling: TurnSampling) -> Answer:
             await self.pause(name)

@@ -142,7 +142,7 @@ def test_an_episode_through_the_client(server, tmp_path, function):
     awaited = text.replace("def play(", "async def play_asynchronously(").replace("= client.", "= await client.")
     (tmp_path / "both.py").write_text(text + awaited)
     episodes = AgentEpisodes(settings_for(f"{tmp_path / 'both.py'}:{function}"), Door(url, "a-token", "the-model"))
-    found = asyncio.run(episodes.play(episode()))
+    found = asyncio.run(episodes.play(episode(), episode().trajectory_id))
     assert (found.trajectory_id, found.group_id, found.token_ids) == ("r/0/1", "r/0", ())
     assert (found.reward, found.is_success, found.turns) == (0.0, False, 2), "a request that was turned down is no turn"
     assert {session for session, _ in asked} == {"r/0/1"}
@@ -154,7 +154,7 @@ def test_an_episode_through_the_client(server, tmp_path, function):
 def test_an_agent_plays_the_environment_with_its_options(server):
     url, asked = server
     settings = settings_for(f"{EXAMPLE}:play", "environment_options.view=grid")
-    asyncio.run(AgentEpisodes(settings, Door(url, "a-token", "the-model")).play(episode()))
+    asyncio.run(AgentEpisodes(settings, Door(url, "a-token", "the-model")).play(episode(), episode().trajectory_id))
     assert asked[0][1]["messages"][0]["content"].startswith("P")
 
 
@@ -162,14 +162,14 @@ def test_an_agent_that_asks_nothing_has_nothing_to_learn_from(tmp_path):
     (tmp_path / "silent.py").write_text("def play(client, task):\n    return 1.0\n")
     episodes = AgentEpisodes(settings_for(f"{tmp_path / 'silent.py'}:play"), NOWHERE)
     with pytest.raises(AgentFailed, match="asked the model nothing"):
-        asyncio.run(episodes.play(episode()))
+        asyncio.run(episodes.play(episode(), episode().trajectory_id))
 
 
 def test_an_agent_has_its_own_patience(tmp_path):
     (tmp_path / "slow.py").write_text("import threading\n\ndef play(client, task):\n    threading.Event().wait(3)\n")
     episodes = AgentEpisodes(settings_for(f"{tmp_path / 'slow.py'}:play", "patience.agent_s_max=0.05"), NOWHERE)
     with pytest.raises(AgentFailed, match=r"agent play took over 0\.05 s"):
-        asyncio.run(episodes.play(episode()))
+        asyncio.run(episodes.play(episode(), episode().trajectory_id))
 
 
 def test_without_an_agent_there_are_no_such_episodes():
@@ -185,7 +185,7 @@ class Agents:
     def __init__(self, gateway: FakeGateway, failing: str = "") -> None:
         self.gateway, self.failing = gateway, failing
 
-    async def play(self, episode: Episode) -> Trajectory:
+    async def play(self, episode: Episode, session: str) -> Trajectory:
         if episode.trajectory_id == self.failing:
             raise EnvironmentFailed("lost the thread")
         await self.gateway.trajectory(episode.trajectory_id)((5, 6, 7), episode.sampling)

@@ -27,8 +27,11 @@ class AgentEpisodes:
         self._settings, self._door = settings, door
         self._agent = find_agent(settings.agent)
 
-    async def play(self, episode: Episode) -> Trajectory:
-        """Its trajectory is begun and finished by the caller. Raises EnvironmentFailed."""
+    async def play(self, episode: Episode, session: str) -> Trajectory:
+        """Its trajectory is begun and finished by the caller; `session` names it to the gateway.
+
+        Raises EnvironmentFailed.
+        """
         settings, sampling = self._settings, episode.sampling
         dice = trouble_dice(settings.trouble, episode.trajectory_id)
         environment = make_environment(settings.environment, **settings.environment_options)
@@ -40,7 +43,7 @@ class AgentEpisodes:
             max_tokens=sampling.max_tokens,
         )
         seconds_max = settings.patience.agent_s_max
-        verdict = await run_agent(self._agent, self._door, episode.trajectory_id, task, seconds_max)
+        verdict = await run_agent(self._agent, self._door, session, task, seconds_max)
         if not task.answers:
             hint = "it must ask through the client that it is given"
             raise AgentFailed(f"agent {settings.agent} asked the model nothing", hint=hint)

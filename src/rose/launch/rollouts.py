@@ -203,7 +203,9 @@ class Rollouts:
     async def _played(self, episode: Episode, generate: Generate) -> Trajectory:
         self.under_way += 1
         try:
-            return await (self._agents.play(episode) if self._agents else self._play(episode, generate))
+            if self._agents is None:
+                return await self._play(episode, generate)
+            return await self._agents.play(episode, self._client.session(episode.trajectory_id))
         finally:
             self.under_way -= 1
             self.ended += 1

@@ -7,51 +7,50 @@ what they ask, trajectories by their id, batches by their number. So a lost answ
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import aiohttp
 import msgspec
+from msgspec import Meta
 from yarl import URL
 
+from rose.bounds import TOKENS_MAX, LogProbability, TokenIds
+from rose.engines.base import SPANS_MAX, Span
 from rose.envs.play import Answer, TurnSampling, VersionSpan
 from rose.errors import RequestRefused, Unavailable
+from rose.rollout.sessions import SECRET_MARK
 from rose.rollout.trainer_routes import MSGPACK, BeginBody, Begun, FinishBody, Finished, PublishBody, Published
-from rose.rollout.trajectories import Batch
+from rose.rollout.trajectories import REMEMBERED_MAX, SECRET_BYTES, Batch
 from rose.rollout.turn_routes import SESSION_HEADER
 
 PATIENCE_S = 120.0
-PAUSE_S = 0.25
+PAUSE_S, PAUSE_S_MAX = 0.25, 10.0
 BATCH_POLL_S = 20.0
 TRY_AGAIN = (429, 502, 503, 504)
 
 
 class _Logprob(msgspec.Struct):
-    logprob: float
+    logprob: LogProbability
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[_Logprob]
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
+    content: Annotated[list[_Logprob], Meta(max_length=TOKENS_MAX)]
 
 
 class _Choice(msgspec.Struct):
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     finish_reason: Literal["stop", "length"]
     logprobs: _Logprobs
-    weight_versions: list[_Span]
+    weight_versions: Annotated[list[Span], Meta(max_length=SPANS_MAX)]
 
 
 class _Reply(msgspec.Struct):
-    choices: list[_Choice]
+    choices: Annotated[list[_Choice], Meta(max_length=1)]
 
 
 _encoder = msgspec.json.Encoder()
@@ -64,6 +63,7 @@ class GatewayClient:
     def __init__(self, url: str, token: str, *, patience_s: float = PATIENCE_S) -> None:
         self._url, self._patience_s = url.rstrip("/"), patience_s
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._secrets: dict[str, str] = {}  # of trajectories that were begun here, oldest first
         self._http: aiohttp.ClientSession
 
     async def __aenter__(self) -> GatewayClient:
@@ -76,15 +76,27 @@ class GatewayClient:
         await self._http.close()
 
     async def begin(self, body: BeginBody) -> Begun:
-        """With an `id`, calling again is safe."""
-        return msgspec.json.decode(await self._post("/v1/trajectories", _encoder.encode(body)), type=Begun)
+        """With an `id`, calling again is safe: the trajectory's secret is made here and sent again."""
+        if body.secret is None and body.id is not None:
+            secret = self._secrets.get(body.id) or secrets.token_urlsafe(SECRET_BYTES)
+            self._remember(body.id, secret)
+            body = msgspec.structs.replace(body, secret=secret)
+        begun = msgspec.json.decode(await self._post("/v1/trajectories", _encoder.encode(body)), type=Begun)
+        self._remember(begun.id, begun.session.removeprefix(begun.id + SECRET_MARK))
+        return begun
+
+    def session(self, trajectory_id: str) -> str:
+        """The name by which another client, with an agent's token, may play the turns of this trajectory."""
+        secret = self._secrets.get(trajectory_id)
+        return trajectory_id if secret is None else f"{trajectory_id}{SECRET_MARK}{secret}"
 
     def trajectory(self, trajectory_id: str, priority: int = 0) -> TrajectoryTurns:
         """What plays its turns: a `Generate` of `rose.envs.play`."""
         return TrajectoryTurns(self, trajectory_id, priority)
 
     async def finish(self, trajectory_id: str, body: FinishBody) -> Finished:
-        reply = await self._post(f"/v1/trajectories/{quote(trajectory_id, safe='')}/finish", _encoder.encode(body))
+        path = f"/v1/trajectories/{quote(self.session(trajectory_id), safe='')}/finish"
+        reply = await self._post(path, _encoder.encode(body))
         return msgspec.json.decode(reply, type=Finished)
 
     async def next_batch(self, groups: int, after: int) -> Batch:
@@ -106,7 +118,14 @@ class GatewayClient:
         return found
 
     async def turn(self, trajectory_id: str, body: dict[str, Any]) -> bytes:
-        return await self._post("/inference/v1/generate", _encoder.encode(body), {SESSION_HEADER: trajectory_id})
+        headers = {SESSION_HEADER: self.session(trajectory_id)}
+        return await self._post("/inference/v1/generate", _encoder.encode(body), headers)
+
+    def _remember(self, trajectory_id: str, secret: str) -> None:
+        self._secrets.pop(trajectory_id, None)
+        self._secrets[trajectory_id] = secret
+        while len(self._secrets) > REMEMBERED_MAX:
+            del self._secrets[next(iter(self._secrets))]
 
     async def _post(self, path: str, body: bytes, headers: dict[str, str] | None = None) -> bytes:
         return await self._ask("POST", path, body, headers)
@@ -126,7 +145,7 @@ class GatewayClient:
                     why = f"the gateway said {reply.status}: {_message(data)}"
                     if reply.status not in TRY_AGAIN:
                         raise RequestRefused(why)
-                    pause_s = float(reply.headers.get("Retry-After", PAUSE_S))
+                    pause_s = _pause_s(reply.headers.get("Retry-After", ""))
                     patience_s -= time.monotonic() - began_s
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 why = f"the gateway at {self._url} cannot be reached: {error}"
@@ -162,6 +181,14 @@ class TrajectoryTurns:
             tuple(VersionSpan(span.version, span.start, span.end) for span in choice.weight_versions),
             choice.finish_reason,
         )
+
+
+def _pause_s(wanted: str) -> float:
+    """What a reply asks for; a proxy may send a date, or nonsense."""
+    try:
+        return min(PAUSE_S_MAX, max(PAUSE_S, float(wanted)))
+    except ValueError:
+        return PAUSE_S
 
 
 def _message(data: bytes) -> str:

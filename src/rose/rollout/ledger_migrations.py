@@ -61,6 +61,7 @@ def _from_2(database: sqlite3.Connection) -> None:
         *ENDED_TABLE,
     ):
         database.execute(statement)
+    database.execute("UPDATE sessions SET secret = lower(hex(randomblob(16))) WHERE group_id IS NOT NULL")
     turns = database.execute("SELECT session, ordinal, messages FROM turns WHERE messages IS NOT NULL").fetchall()
     for session, ordinal, messages in turns:
         text = messages_to_json(msgspec.msgpack.decode(messages))

@@ -25,13 +25,13 @@ from rose.rollout.messages import NewVersion
 from rose.rollout.pool import Member
 from rose.rollout.roles import is_trusted
 from rose.rollout.sessions import Finish, Reward
-from rose.rollout.trajectories import Batch, Forbidden
+from rose.rollout.trajectories import SECRET_PATTERN, Batch, Forbidden
 
 MSGPACK = "application/msgpack"
 POLL_S_DEFAULT, POLL_S_MAX = 30.0, 120.0
 CYCLES_SHOWN = 64
 
-Secret = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[A-Za-z0-9_-]+\Z")]
+Secret = Annotated[str, Meta(max_length=64, pattern=SECRET_PATTERN)]
 Value = TypeVar("Value", int, float)
 
 

@@ -28,6 +28,8 @@ from rose.rollout.sessions import SECRET_MARK, Finish, Session, is_secret_of, se
 
 REMEMBERED_MAX = 10_000  # trajectories whose outcome is remembered after they were handed out
 SECRET_BYTES = 16
+SECRET_PATTERN = r"^[A-Za-z0-9_-]{16,64}\Z"
+SECRET = re.compile(SECRET_PATTERN)
 FORK_ID = re.compile(r"~[0-9]+\Z")  # the end of what a trajectory's further branches are called
 
 
@@ -125,6 +127,10 @@ class Trajectories:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        """Those that are open, or complete and not handed out."""
+        return iter(self._sessions.values())
 
     def get(self, name: str, *, is_trusted: bool = True) -> Session | None:
         """The session that a request names. Raises Forbidden."""
@@ -247,14 +253,15 @@ class Trajectories:
 
     def _begun(self, name: str, is_trusted: bool) -> Session | None:
         session = self._known(session_key(name, is_begun=True))
-        if session is not None:
-            if is_trusted:
+        if session is not None and is_trusted:
+            return session
+        if session is None:
+            trajectory_id, _, secret = name.rpartition(SECRET_MARK)
+            session = self._known(session_key(trajectory_id, is_begun=True)) if SECRET.match(secret) else None
+            if session is None or is_secret_of(session, secret):
                 return session
-            hint = "name it by the `session` that POST /v1/trajectories answered with"
-            raise Forbidden(f"trajectory `{name}` belongs to the agent that began it", hint=hint)
-        trajectory_id, _, secret = name.rpartition(SECRET_MARK)
-        session = self._known(session_key(trajectory_id, is_begun=True))
-        return session if session is not None and is_secret_of(session, secret) else None
+        hint = "name it by the `session` that POST /v1/trajectories answered with"
+        raise Forbidden(f"trajectory `{session.trajectory_id}` belongs to the agent that began it", hint=hint)
 
     def _known(self, key: str) -> Session | None:
         for place in (self._sessions, self._held, self._gone):

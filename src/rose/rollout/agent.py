@@ -68,12 +68,20 @@ async def attend(engine: EngineHandle, metrics: Metrics, arguments: dict[str, An
 async def run_agent(engine: AgentEngine, settings: AgentSettings, metrics: Metrics | None = None) -> None:
     """Work for the gateway until cancelled, or until it sends this worker away for good."""
     intake = Intake(engine, ReceiveMetrics(metrics or Metrics(process_facts=False)))
-    taking = asyncio.create_task(intake.run())
+    works = {asyncio.create_task(intake.run()), asyncio.create_task(_work_for(engine, settings, intake))}
+    await first_of(works)
+
+
+async def first_of(tasks: set[asyncio.Task[None]]) -> None:
+    """Wait until one of these ends, and end the others. Raises what it ended with."""
     try:
-        await _work_for(engine, settings, intake)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        taking.cancel()
-        await asyncio.gather(taking, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _work_for(engine: AgentEngine, settings: AgentSettings, intake: Intake) -> None:
@@ -113,6 +121,8 @@ class GatewaySession:
         self._errands: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()  # of lending, which the gateway should hear before the next beat
         self._told: tuple[object, ...] = ()
+        self._has_failed = asyncio.Event()
+        self._failure: BaseException | None = None
         self._outbox: Outbox
         self._runner: TurnRunner
         self._condition: Condition
@@ -145,17 +155,13 @@ class GatewaySession:
 
     async def _work(self, connection: aiohttp.ClientWebSocketResponse, beat_s: float) -> None:
         """The first of these that ends, ends all."""
-        works = (self._outbox.run(), self._beat(beat_s), self._look(beat_s), self._listen(connection))
-        tasks = {asyncio.create_task(work) for work in works}
+        works = (self._outbox.run(), self._beat(beat_s), self._look(beat_s), self._listen(connection), self._failed())
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await first_of({asyncio.create_task(work) for work in works})
         finally:
-            tasks |= self._errands
-            for task in tasks:
+            for task in self._errands:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*self._errands, return_exceptions=True)
 
     def _join(self) -> messages.Join:
         known = self._settings
@@ -188,7 +194,19 @@ class GatewaySession:
     def _run(self, errand: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(errand)
         self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
+        task.add_done_callback(self._on_errand_done)
+
+    def _on_errand_done(self, task: asyncio.Task[None]) -> None:
+        self._errands.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+            self._has_failed.set()
+
+    async def _failed(self) -> None:
+        """Raise what an errand failed with."""
+        await self._has_failed.wait()
+        assert self._failure is not None
+        raise self._failure
 
     async def _want(self, is_wanted: bool) -> None:
         """What comes of it is told like any other news of the device; the gateway asks again if it must."""

@@ -53,7 +53,8 @@ def _branch(session: Session, name: str, group_id: str, line: Sequence[KeptTurn]
         mask += [False] * len(context) + [turn not in counted] * len(produced)
         logprobs += [0.0] * len(context) + produced.logprobs
         versions += [NO_VERSION] * len(context)
-        versions += [span.version for span in produced.spans for _ in range(span.start, span.end)]
+        for span in produced.spans:
+            versions += [span.version] * (span.end - span.start)
     counted.update(line)
     finish = session.finish
     return Trajectory(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ from typing import Any
 from rose.bounds import INT64_MAX
 from rose.errors import ConfigError, RequestRefused, Unavailable
 from rose.rollout.ledger_migrations import ENDED_TABLE, migrate
+
+logger = logging.getLogger("rose.gateway")
 
 APPLICATION = 0x524F5345  # "ROSE"; SQLite keeps it in the file's header
 SCHEMA = 3
@@ -112,7 +115,10 @@ class LedgerFile:
             self.trouble = self._write()
         told, self._told = self._told, []
         for call in told:
-            call(self.trouble)
+            try:
+                call(self.trouble)
+            except Exception:  # the others wait for the same commit
+                logger.exception("what was durable could not be told")
 
     def rows(self, query: str) -> Iterator[tuple[Any, ...]]:
         return iter(self._database.execute(query))

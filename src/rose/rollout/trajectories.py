@@ -52,12 +52,19 @@ class Group:
     task: str
     number: int
     members: dict[str, Session] = field(default_factory=dict)
+    finished: FinishedGroup | None = None  # once it is complete
 
     @property
     def is_complete(self) -> bool:
         return len(self.members) == self.size and all(member.finish is not None for member in self.members.values())
 
-    def hand_out(self) -> FinishedGroup:
+    def close(self) -> None:
+        """Put together what is handed out, and forget the turns: a group at a time, so that no batch is long work."""
+        self.finished = self._hand_out()
+        for member in self.members.values():
+            member.clear()
+
+    def _hand_out(self) -> FinishedGroup:
         records: list[Trajectory] = []
         lost = 0
         for member in self.members.values():
@@ -193,6 +200,7 @@ class Trajectories:
             self._let_go(self._sessions.pop(session.key))
         elif group.is_complete:
             self._complete[group.name] = self._groups.pop(group.name)
+            group.close()
             self._ledger.completed(group, next(self._orders))
         return session
 
@@ -244,7 +252,9 @@ class Trajectories:
         for found in sorted(recalled.groups, key=lambda found: found.completed or 0):
             if found.completed is None:
                 self._groups[found.group.name] = found.group
-            elif found.batch is None:
+                continue
+            found.group.close()
+            if found.batch is None:
                 self._complete[found.group.name] = found.group
             else:
                 batches.setdefault(found.batch, []).append(found.group)
@@ -323,10 +333,9 @@ class Trajectories:
         return group
 
     def _hand_out(self, number: int, groups: list[Group]) -> Batch:
-        batch = Batch(number, tuple(group.hand_out() for group in groups))
+        batch = Batch(number, tuple(group.finished for group in groups if group.finished is not None))
         self._batches[number] = _HandedOut(batch, groups)
         for group in groups:
-            for name, member in group.members.items():
+            for name in group.members:
                 self._held[name] = self._sessions.pop(name)
-                member.clear()
         return batch

@@ -21,13 +21,14 @@ from rose.models.presets import write_preset
 from rose.models.tensors import open_tensors, write_tensors
 from rose.observe.metrics import Metrics
 from rose.rollout.messages import NewVersion, VersionReady
-from rose.rollout.weights import FOLDER, Intake
+from rose.rollout.weights import Intake
 from rose.weights.codec.kernels import warm_up
 from rose.weights.connecting import SECRET
 from rose.weights.hashing import folder_hash
 from rose.weights.metrics import ReceiveMetrics
 from rose.weights.publish import Published, Publisher
 from rose.weights.receive import Receiver
+from rose.weights.slots import FOLDER_VARIABLE
 
 RUN = "a-run"
 RECEIVED = "rose_weights_received_bytes_total "
@@ -44,7 +45,7 @@ def compiled() -> None:
 def secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(SECRET, "a secret that both sides know")
     (tmp_path / "received").mkdir()
-    monkeypatch.setenv(FOLDER, str(tmp_path / "received"))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "received"))
 
 
 class Engine(LoopEngine):

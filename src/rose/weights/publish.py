@@ -39,7 +39,7 @@ from rose.weights.layouts import whole
 from rose.weights.live import LiveTensors, Room, check_finite
 from rose.weights.manifest import Fenced, Manifest
 from rose.weights.metrics import PublishMetrics
-from rose.weights.relay.base import KeyMissing, Relay
+from rose.weights.relay.base import Relay
 from rose.weights.shards import ITEM_BYTES, Box, Holding, Layout, LayoutError, Tensor, plan
 from rose.weights.writing import ANCHOR_EVERY, KEEP_VERSIONS, ChainWriter, Draft, Encoded, encode_piece
 
@@ -320,10 +320,8 @@ class Publisher:
         key = self.writer.names.manifest(folder)
 
         def trial(_: int) -> None:
-            try:
-                self.relay.get(key, 0, 0)
-            except KeyMissing as error:
-                raise Unavailable(f"rank 0 has not committed version {folder.version}") from error
+            if self.writer.read_record(key, Manifest) is None:
+                raise Unavailable(f"rank 0 has not committed version {folder.version}")
 
         self.writer.patience.call(trial)
 

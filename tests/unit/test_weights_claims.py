@@ -35,6 +35,7 @@ from rose.weights.writing import ChainWriter
 
 NAMES = Names(RUN)
 JUNK = b"anything at all"
+STRANGER = b"another secret altogether"
 
 
 def writer_at(relay: MemoryRelay, unix_s: float) -> ChainWriter:
@@ -53,10 +54,12 @@ def signed_claim(epoch: int, at_s: int) -> bytes:
 
 
 @pytest.mark.parametrize("ahead_s", [1, 3600, CLAIM_AHEAD_S_MAX - 5, CLAIM_AHEAD_S_MAX + 60, None], ids=str)
-def test_a_claim_that_is_not_signed_stops_neither_trainer_nor_readers(ahead_s: int | None) -> None:
+@pytest.mark.parametrize("is_junk", [True, False], ids=["junk", "signed with another secret"])
+def test_a_claim_of_a_stranger_stops_neither_trainer_nor_readers(ahead_s: int | None, is_junk: bool) -> None:
     relay = MemoryRelay()
     epoch = EPOCH_MAX if ahead_s is None else int(time.time()) + ahead_s
-    relay.put_new(NAMES.claim(epoch), [JUNK])
+    claim = Claim(RUN, epoch, "a stranger", int(time.time()))
+    relay.put_new(NAMES.claim(epoch), [JUNK if is_junk else seal(STRANGER, NAMES.claim(epoch), claim)])
     trainer = Trainer(relay, at_least=int(time.time()))
     weights = random_weights(1)
     trainer.publish(1, weights)

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -121,7 +121,7 @@ class ChainWriter:
         """
         assert self.epoch == 0, "an epoch was claimed before"
         epoch = int(self._unix_s()) if at_least is None else at_least
-        signed = (claim.epoch for claim in self._claims(above=epoch - 1))
+        signed = (claim.epoch for claim in self._claims(self._claim_sizes(), above=epoch - 1))
         epoch = max(epoch, next(signed, 0) + 1)
         while not self._mark(epoch):
             epoch += 1
@@ -134,19 +134,24 @@ class ChainWriter:
 
     def check_fence(self) -> None:
         """Raise Fenced if another trainer took over. A claim that the relay lost is put back."""
-        ours = self.read_record(self.names.claim(self.epoch), Claim)
+        sizes = self._claim_sizes()
+        ours = self.read_record(self.names.claim(self.epoch), Claim, sizes.get(self.epoch))
         is_ours = ours.owner == self._owner if ours is not None else self._mark(self.epoch)
-        if not is_ours or any(self._stands(claim) for claim in self._claims(above=self.epoch)):
+        if not is_ours or any(self._stands(claim) for claim in self._claims(sizes, above=self.epoch)):
             raise Fenced(
                 f"another trainer has taken over run `{self.names.run}`; this one had epoch {self.epoch}",
                 hint="stop this trainer, or restart it to take over again",
             )
 
-    def _claims(self, above: int) -> Iterator[Claim]:
-        """Yield the signed claims on later epochs that are not ahead of the clock, the highest first."""
+    def _claim_sizes(self) -> dict[int, int]:
+        """Return the size of whatever lies under the key of each epoch's claim."""
         entries = self.patience.call(lambda _: self.relay.list(f"{self.names.run}/epochs"))
-        sizes = {self.names.epoch_of(entry.key): entry.size_bytes for entry in entries}
-        for epoch in sorted((epoch for epoch in sizes if epoch is not None and epoch > above), reverse=True):
+        found = {self.names.epoch_of(entry.key): entry.size_bytes for entry in entries}
+        return {epoch: size_bytes for epoch, size_bytes in found.items() if epoch is not None}
+
+    def _claims(self, sizes: Mapping[int, int], above: int) -> Iterator[Claim]:
+        """Yield the signed claims on later epochs that are not ahead of the clock, the highest first."""
+        for epoch in sorted((epoch for epoch in sizes if epoch > above), reverse=True):
             if not is_ahead(epoch, self._unix_s()):
                 claim = self.read_record(self.names.claim(epoch), Claim, sizes[epoch])
                 if claim is not None and (claim.run, claim.epoch) == (self.names.run, epoch):

@@ -86,3 +86,5 @@ def test_a_link_or_a_pipe_in_the_folder_is_no_value(tmp_path):
         with pytest.raises(KeyMissing):
             relay.get(key)
     assert relay.list() == []
+    os.mkfifo(tmp_path / "relay" / TEMPORARY / "pipe")
+    FilesystemRelay(tmp_path / "relay").put_new("a", [b"opening does not wait for the pipe"])

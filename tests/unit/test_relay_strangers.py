@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from tests.contract.relays import SECRET
 from rose.errors import RequestRefused, Unavailable
 from rose.weights.keys import for_reading, read_key, write_key
 from rose.weights.relay import tcp, wire
+from rose.weights.relay.filesystem import FilesystemRelay
 from rose.weights.relay.memory import MemoryRelay
 from rose.weights.relay.server import RelayServer
 from rose.weights.relay.tcp import TcpRelay, split_address
@@ -201,6 +204,18 @@ def test_the_server_goes_on_after_accept_failed(inner: MemoryRelay) -> None:
             assert relay.list()
             relay.close()
         assert not failures
+
+
+def test_files_with_names_that_are_no_keys_do_not_stop_a_listing(tmp_path: Path) -> None:
+    relay = FilesystemRelay(tmp_path)
+    relay.put_new("run/a", [b"x"])
+    (tmp_path / "run" / os.fsdecode(b"not utf-8 \xff")).write_bytes(b"")
+    (tmp_path / "run" / ("long" * 50) / ("long" * 50) / ("long" * 50)).mkdir(parents=True)
+    (tmp_path / "run" / ("long" * 50) / ("long" * 50) / ("long" * 50) / "file").write_bytes(b"")
+    with RelayServer(relay, SECRET) as served:
+        client = TcpRelay(served.address, SECRET)
+        assert [entry.key for entry in client.list()] == ["run/a"]
+        client.close()
 
 
 # Servers that lie

@@ -189,9 +189,13 @@ class FilesystemRelay:
     def _sweep(self) -> None:
         """Remove what dead writers left. A living writer holds the lock of its file."""
         for path in self._temporary.iterdir():
-            with contextlib.suppress(OSError), open(path, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                file = os.open(path, READ_FLAGS)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink(missing_ok=True)
+                finally:
+                    os.close(file)
 
 
 def _locked(path: Path) -> int:

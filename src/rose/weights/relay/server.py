@@ -27,7 +27,7 @@ from pathlib import Path
 from rose.errors import ConfigError, RequestRefused, RoseError
 from rose.weights.keys import check_secret, write_key
 from rose.weights.relay import wire
-from rose.weights.relay.base import KeyExists, KeyMissing, Relay
+from rose.weights.relay.base import KeyExists, KeyMissing, Relay, is_key
 from rose.weights.relay.filesystem import FilesystemRelay
 from rose.weights.relay.tcp import SILENCE_S, split_address
 
@@ -108,7 +108,7 @@ class RelayServer:
                     plain = self._tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
                 self._make_room(plain)
                 threading.Thread(target=self._attend, args=(plain,), name="relay-connection", daemon=True).start()
-            except (OSError, RuntimeError) as error:  # it is gone already, or there is no room for a thread
+            except Exception as error:  # it is gone already, or there is no room for a thread; others may come
                 _log.warning("the relay cannot take a connection: %s", error)
                 self._forget(plain)
 
@@ -206,7 +206,8 @@ class RelayServer:
         return True
 
     def _page(self, request: wire.List) -> wire.Page:
-        entries = self._relay.list(request.prefix)
+        """Return what comes next in the listing. Names that are no keys were not written by a relay: they are left out."""
+        entries = [entry for entry in self._relay.list(request.prefix) if is_key(entry.key)]
         first = bisect.bisect_right(entries, request.after, key=lambda entry: entry.key)
         page = entries[first : first + wire.PAGE_ENTRIES_MAX]
         return wire.Page([(entry.key, entry.size_bytes) for entry in page], first + len(page) == len(entries))

@@ -206,7 +206,7 @@ class RelayServer:
         return True
 
     def _page(self, request: wire.List) -> wire.Page:
-        """Return what comes next in the listing. Names that are no keys were not written by a relay: they are left out."""
+        """Return what comes next in the listing, without names that are no keys: no relay has written them."""
         entries = [entry for entry in self._relay.list(request.prefix) if is_key(entry.key)]
         first = bisect.bisect_right(entries, request.after, key=lambda entry: entry.key)
         page = entries[first : first + wire.PAGE_ENTRIES_MAX]

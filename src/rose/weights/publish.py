@@ -150,11 +150,11 @@ class Publisher:
         planned = plan(self.tensors, self._layout, workers, piece_elements_max=piece_elements_max)
         self._held = {box: _holding(self._layout[rank], box) for box in planned.pieces_of(rank)}
         self._buckets = list(self._cut(bucket_dense_bytes))
-        sealed = run_secret(secret)
-        self.relay, self._owns_relay = reach(relay, sealed), isinstance(relay, str)
+        known = run_secret(secret)
+        self.relay, self._owns_relay = reach(relay, known), isinstance(relay, str)
         self._codec = codec or SparseCodec(threads=threads)
         self.writer = ChainWriter(
-            self.relay, run=run, secret=sealed, tensors=self.tensors, codec=self._codec, rank=rank, patience=patience
+            self.relay, run=run, secret=known, tensors=self.tensors, codec=self._codec, rank=rank, patience=patience
         )
         self._anchor_every, self._keep_versions = anchor_every, keep_versions
         self._metrics = metrics

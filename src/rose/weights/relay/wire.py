@@ -140,7 +140,7 @@ class Connection:
             raise Disconnected(f"a message of {length} bytes was announced")
         body = bytes(self.read(length))
         if not hmac.compare_digest(head[LENGTH_BYTES:], self._tag(self._labels[1], self._received, body)):
-            raise Disconnected("a message with a wrong seal arrived")
+            raise Disconnected("a message with a wrong HMAC arrived")
         self._received += 1
         return body
 

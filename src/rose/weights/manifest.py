@@ -8,7 +8,7 @@ appearance is the commit of a version.
 
 The signature covers the key under which a record lies and the hash of its body. So no record can be passed off as
 another one, and a reader that holds only the public key verifies the head before it reads or decodes the body.
-Payloads are held to a SHA-256, since they come from a relay that anybody on its network may reach; the numbers they
+Payloads are held to a SHA-256, since they come from a relay that other programs may write to; the numbers they
 lead to are held to XXH3, which is ten times faster and has only mistakes to find.
 """
 

@@ -90,7 +90,7 @@ def main() -> int:
     harness.print_table(rows, COLUMNS)
     bars = [
         harness.wanted("files_mb_max, never pauses", rows[0]["files_mb_max"], 64, at_most=True),
-        harness.wanted("files_mb_max, weeks", rows[1]["files_mb_max"], 128, at_most=True),
+        harness.wanted("files_mb_max, weeks", rows[1]["files_mb_max"], 64, at_most=True),
         harness.wanted("restart_s", rows[1]["restart_s"], 10, at_most=True),
     ]
     return harness.finish(arguments, "ledger", rows, bars, begun)

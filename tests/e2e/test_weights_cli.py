@@ -157,7 +157,7 @@ def test_a_version_that_is_not_there_is_told_with_those_that_are(filled, capsys)
 def test_a_strangers_secret_shows_nothing_as_usable(filled, capsys, tmp_path):
     (tmp_path / "other").write_bytes(b"another secret that is long enough\n")
     text = said(capsys, "weights", "ls", *filled[1], "--secret-file", str(tmp_path / "other"))
-    assert "newest for a worker that joins: none" in text and "seal" in text
+    assert "newest for a worker that joins: none" in text and "signature" in text
 
 
 def test_relay_up_serves_a_folder_until_it_is_told_to_stop(filled, tmp_path):

@@ -1,25 +1,27 @@
 """Whatever happens to trainer, relay and members, in whatever order: who arrives holds exactly what was published.
 
 Versions are published with and without anchors, members fall behind, join and restart, the relay loses single keys or
-everything, calls fail in four ways, trainers die halfway and are replaced. Nobody ever holds half of anything for the
-newest, and at the end, with the trouble over, everybody arrives.
+everything, calls fail in four ways, trainers die halfway and are replaced, and a stranger writes junk where they are
+about to write. No member ever holds half of anything for the newest, and at the end, with the trouble over, all arrive.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from tests.contract.chain_ends import TENSORS, Member, Trainer, equal, random_weights, shard, stepped
+from tests.contract.chain_ends import RUN, TENSORS, Member, Trainer, equal, random_weights, shard, stepped
 from tests.contract.faulty_relay import Fault, FaultyRelay
 
 from rose.core.versions import VersionId
 from rose.errors import RoseError
-from rose.weights.chain import Patience
+from rose.weights.chain import Folder, Names, Patience
 from rose.weights.layouts import Rule, row_shards, tensor_parallel, whole
+from rose.weights.relay.base import KeyExists
 from rose.weights.relay.filesystem import FilesystemRelay
 from rose.weights.relay.memory import MemoryRelay
 
@@ -118,6 +120,16 @@ class Chains(RuleBasedStateMachine):
             if data.random() < share:
                 self.relay.inner.delete(entry.key)
         self.has_lost = True
+
+    @rule(kind=st.sampled_from(["claim", "anchor", "delta"]), ahead=st.integers(0, 3))
+    def stranger_writes(self, kind, ahead):
+        """Junk, where the trainers of this run are about to write."""
+        epoch, names = self.trainer.writer.epoch, Names(RUN)
+        folder = Folder(VersionId(epoch + ahead % 2, self.step + 1), kind, ahead // 2)
+        with contextlib.suppress(KeyExists):
+            self.relay.inner.put_new(
+                names.claim(epoch + ahead) if kind == "claim" else names.manifest(folder), [b"junk"]
+            )
 
     @rule(share=st.sampled_from([0.0, 0.02, 0.2]))
     def weather(self, share):

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "src" / "rose"
 # Decoders whose type is an argument: the types that are passed there.
 PASSED = {
     "rose.engines.vllm.desk": [],
-    "rose.weights.manifest": [],
+    "rose.weights.manifest": [f"rose.weights.manifest:{kind}" for kind in ("Manifest", "Part", "Claim")],
     "rose.observe.records": [],
     "rose.front.bodies": [],  # its `BodyReader` is found by name
 }
@@ -34,7 +34,7 @@ EXEMPT = {
     "rose.rollout.client:Batch": "of the trainer's own gateway, which bounded every part of it when it came in",
 }
 # Parts whose types are not bounded yet.
-OPEN = ("engines", "front", "launch", "load", "observe", "weights")
+OPEN = ("engines", "front", "launch", "load", "observe")
 
 
 def decoded_types(file: Path) -> Iterator[tuple[str, str]]:

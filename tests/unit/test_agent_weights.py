@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import threading
 from collections.abc import Awaitable, Callable
@@ -21,13 +22,15 @@ from rose.models.presets import write_preset
 from rose.models.tensors import open_tensors, write_tensors
 from rose.observe.metrics import Metrics
 from rose.rollout.messages import NewVersion, VersionReady
-from rose.rollout.weights import FOLDER, Intake
+from rose.rollout.weights import Intake
 from rose.weights.codec.kernels import warm_up
 from rose.weights.connecting import SECRET
 from rose.weights.hashing import folder_hash
+from rose.weights.keys import for_reading
 from rose.weights.metrics import ReceiveMetrics
 from rose.weights.publish import Published, Publisher
 from rose.weights.receive import Receiver
+from rose.weights.slots import FOLDER_VARIABLE, PREFIX
 
 RUN = "a-run"
 RECEIVED = "rose_weights_received_bytes_total "
@@ -44,7 +47,7 @@ def compiled() -> None:
 def secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(SECRET, "a secret that both sides know")
     (tmp_path / "received").mkdir()
-    monkeypatch.setenv(FOLDER, str(tmp_path / "received"))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "received"))
 
 
 class Engine(LoopEngine):
@@ -140,6 +143,27 @@ def test_versions_come_from_the_relay_and_are_known_by_their_hash(tmp_path):
             assert (ready.fault, ready.version, ready.hash) == (None, version.version, version.hash)
             assert equal(device.engine.weights, bits) and device.intake.hash == version.hash
             assert ready.size_bytes > 0 and {"total", "stage", "commit"} <= ready.seconds.keys()
+
+    tell(story)
+
+
+def test_a_device_that_starts_removes_the_weights_of_a_killed_one(tmp_path):
+    left = tmp_path / "received" / f"{PREFIX}.{os.geteuid()}.left"
+    left.mkdir()
+
+    async def story(device: Device) -> None:
+        await eventually(lambda: not left.exists())
+
+    tell(story)
+
+
+def test_a_device_needs_only_the_read_key(tmp_path, monkeypatch):
+    version, bits = Trainer(tmp_path / "relay").publish()
+    monkeypatch.setenv(SECRET, for_reading(os.environ[SECRET].encode()).decode())
+
+    async def story(device: Device) -> None:
+        assert (await device.take(version)).hash == version.hash
+        assert equal(device.engine.weights, bits)
 
     tell(story)
 

@@ -1,10 +1,14 @@
-"""A folder that one process opens, and sweeps, at the very moment in which another writes to it."""
+"""A relay folder: opened and swept while another process writes to it; its modes, and what it syncs."""
 
 from __future__ import annotations
 
 import fcntl
+import os
+
+import pytest
 
 from rose.weights.relay import filesystem
+from rose.weights.relay.base import KeyMissing
 from rose.weights.relay.filesystem import TEMPORARY, FilesystemRelay
 
 
@@ -39,3 +43,48 @@ def test_a_writer_waits_while_somebody_looks_whether_its_file_is_left_over(tmp_p
     assert writer.put_new("run/a", [b"whole"]) == 5
     assert bytes(writer.get("run/a")) == b"whole"
     assert list((tmp_path / TEMPORARY).iterdir()) == []
+
+
+def test_files_and_folders_are_readable_by_their_user_only(tmp_path):
+    before = os.umask(0)
+    try:
+        relay = FilesystemRelay(tmp_path / "new" / "relay")
+        relay.put_new("run/e1/manifest", [b"weights"])
+    finally:
+        os.umask(before)
+    made = [tmp_path / "new" / "relay", *(tmp_path / "new" / "relay").rglob("*")]
+    assert len(made) == 5 and not [path for path in made if path.stat().st_mode & 0o077]
+
+
+def test_a_value_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    relay = FilesystemRelay(tmp_path)
+    calls = []
+
+    def recorded(name, call):
+        def wrapper(first, *rest):
+            path = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else str(first)
+            calls.append((name, "value" if "/.writing/" in path else path.removeprefix(str(tmp_path))))
+            return call(first, *rest)
+
+        return wrapper
+
+    monkeypatch.setattr(os, "fsync", recorded("fsync", os.fsync))
+    monkeypatch.setattr(os, "link", recorded("link", os.link))
+    relay.put_new("run/a", [b"value"])
+    assert calls == [("fsync", "value"), ("fsync", ""), ("link", "value"), ("fsync", "/run")]
+    calls.clear()
+    FilesystemRelay(tmp_path, durable=False).put_new("run/b", [b"value"])
+    assert calls == [("link", "value")]
+
+
+def test_a_link_or_a_pipe_in_the_folder_is_no_value(tmp_path):
+    relay = FilesystemRelay(tmp_path / "relay")
+    (tmp_path / "private").write_bytes(b"private")
+    (tmp_path / "relay" / "link").symlink_to(tmp_path / "private")
+    os.mkfifo(tmp_path / "relay" / "pipe")
+    for key in ("link", "pipe"):
+        with pytest.raises(KeyMissing):
+            relay.get(key)
+    assert relay.list() == []
+    os.mkfifo(tmp_path / "relay" / TEMPORARY / "pipe")
+    FilesystemRelay(tmp_path / "relay").put_new("a", [b"opening does not wait for the pipe"])

@@ -12,6 +12,7 @@ import pytest
 from tests.contract.relays import SECRET
 
 from rose.errors import ConfigError, Unavailable
+from rose.weights.keys import read_key, write_key
 from rose.weights.relay import server, wire
 from rose.weights.relay.base import KeyMissing
 from rose.weights.relay.filesystem import FilesystemRelay
@@ -38,6 +39,12 @@ def relay(served):
     client = TcpRelay(served.address, SECRET)
     yield client
     client.close()
+
+
+def greet(served: RelayServer, role: wire.Role = "writer") -> wire.Connection:
+    """A connection that has proved its role, without the client around it."""
+    key = write_key(SECRET).relay if role == "writer" else read_key(SECRET).relay
+    return wire.greet(socket.create_connection(split_address(served.address), timeout=10), role, key)
 
 
 class Cable:
@@ -144,26 +151,45 @@ def test_a_connection_that_the_server_closed_is_not_used_again(inner):
 def test_a_client_without_the_secret_is_shown_the_door(served, relay):
     relay.put_new("a", [b"private"])
     stranger = TcpRelay(served.address, b"not the secret of the tests")
-    with pytest.raises(ConfigError, match="does not know the relay's secret"):
+    with pytest.raises(ConfigError, match="refused the key of this writer"):
         stranger.get("a")
 
 
 def test_a_server_without_the_secret_learns_nothing(inner):
     with RelayServer(inner, b"the secret of somebody else") as impostor:
         relay = TcpRelay(impostor.address, SECRET)
-        with pytest.raises(ConfigError, match="does not know"):
+        with pytest.raises(ConfigError, match="refused the key"):
             relay.put_new("a", [b"private"])
     assert list(inner.list()) == []
 
 
-def test_a_client_that_cannot_prove_itself_is_cut_off(served):
-    """It reflects the server's own proof, the oldest trick there is."""
-    host, port = split_address(served.address)
-    with socket.create_connection((host, port), timeout=10) as plain:
-        plain.sendall(wire.MAGIC + bytes(wire.NONCE_BYTES))
-        answer = plain.recv(wire.NONCE_BYTES + wire.DIGEST_BYTES, socket.MSG_WAITALL)
-        plain.sendall(answer[wire.NONCE_BYTES :])
-        assert plain.recv(1) == b""
+@pytest.mark.parametrize("role", [b"r", b"w", b"x"])
+def test_a_stranger_receives_nothing_that_depends_on_a_key(served, role):
+    """Whatever it sends, it gets random bytes and a refusal: nothing to guess the secret against offline."""
+    with socket.create_connection(split_address(served.address), timeout=10) as plain:
+        plain.sendall(wire.MAGIC + role + bytes(wire.NONCE_BYTES + wire.DIGEST_BYTES))
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := plain.recv(1000):
+                received += data
+    assert len(received) in (0, wire.NONCE_BYTES + wire.VERDICT_BYTES)
+    assert received[wire.NONCE_BYTES :] in (b"", wire.REFUSED)
+
+
+def test_a_server_that_does_not_know_the_key_is_not_believed():
+    """It admits every client, and reflects the client's own proof, the oldest trick there is."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def admit() -> None:
+        plain, _ = listener.accept()
+        plain.recv(len(wire.MAGIC) + 1 + wire.NONCE_BYTES, socket.MSG_WAITALL)
+        plain.sendall(bytes(wire.NONCE_BYTES))
+        plain.sendall(wire.ADMITTED + plain.recv(wire.DIGEST_BYTES, socket.MSG_WAITALL))
+
+    threading.Thread(target=admit, daemon=True).start()
+    with pytest.raises(ConfigError, match="does not know the relay's secret"):
+        TcpRelay(f"127.0.0.1:{listener.getsockname()[1]}", SECRET).get("a")
+    listener.close()
 
 
 @pytest.mark.parametrize("hello", [b"GET / HTTP/1.1\r\nHost: relay\r\n\r\n" + bytes(64), bytes(100)])
@@ -178,7 +204,7 @@ def test_somebody_who_speaks_something_else_is_cut_off(served, relay, hello):
 
 def test_a_changed_request_is_not_obeyed(served, relay, cable):
     relay.put_new("a", [b"1"])
-    greeting = len(wire.MAGIC) + wire.NONCE_BYTES + wire.DIGEST_BYTES
+    greeting = len(wire.MAGIC) + 1 + wire.NONCE_BYTES + wire.DIGEST_BYTES
     for position in range(8):
         cable.change_at = greeting + wire.LENGTH_BYTES + wire.DIGEST_BYTES + position
         with pytest.raises(Unavailable):
@@ -187,15 +213,14 @@ def test_a_changed_request_is_not_obeyed(served, relay, cable):
 
 
 def test_a_message_of_absurd_length_ends_the_connection(served):
-    plain = socket.create_connection(split_address(served.address), timeout=10)
-    connection = wire.greet(plain, SECRET)
+    connection = greet(served)
     connection.send_bytes(b"\xff" * (wire.LENGTH_BYTES + wire.DIGEST_BYTES))
     with pytest.raises(wire.Disconnected):
         connection.receive_answer()
 
 
 def test_a_block_of_absurd_length_ends_the_put(served, inner):
-    connection = wire.greet(socket.create_connection(split_address(served.address), timeout=10), SECRET)
+    connection = greet(served)
     connection.send(wire.Put("a"))
     assert isinstance(connection.receive_answer(), wire.Done)
     connection.send_bytes((wire.BLOCK_BYTES + 1).to_bytes(wire.LENGTH_BYTES, "little"))
@@ -210,8 +235,7 @@ def test_a_block_of_absurd_length_ends_the_put(served, inner):
 def test_a_reader_that_takes_nothing_is_cut_off_and_others_go_on(inner):
     with RelayServer(inner, SECRET, silence_s=0.2) as served:
         inner.put_new("a", [bytes(64 << 20)])
-        plain = socket.create_connection(split_address(served.address), timeout=10)
-        stuck = wire.greet(plain, SECRET)
+        stuck = greet(served)
         stuck.send(wire.Get("a", 0, None))
         assert isinstance(stuck.receive_answer(), wire.Done)
         quick = TcpRelay(served.address, SECRET)
@@ -225,7 +249,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_others_go_on(inner):
 
 def test_more_connections_than_allowed_are_refused(inner):
     with RelayServer(inner, SECRET, connections_max=2) as served:
-        kept = [wire.greet(socket.create_connection(split_address(served.address)), SECRET) for _ in range(2)]
+        kept = [greet(served) for _ in range(2)]
         with pytest.raises(Unavailable, match="no welcome"):
             TcpRelay(served.address, SECRET).list()
         for connection in kept:
@@ -233,7 +257,7 @@ def test_more_connections_than_allowed_are_refused(inner):
 
 
 def test_a_listing_of_many_keys_comes_in_pages(relay, inner, monkeypatch):
-    monkeypatch.setattr(server, "PAGE_ENTRIES", 7)
+    monkeypatch.setattr(wire, "PAGE_ENTRIES_MAX", 7)
     for number in range(50):
         inner.put_new(f"run/{number:03}", [b"x"])
     assert [entry.key for entry in relay.list("run")] == [f"run/{number:03}" for number in range(50)]

@@ -213,10 +213,10 @@ def test_no_way_is_told_and_the_next_anchor_helps():
 def test_a_stranger_cannot_publish_nor_claim():
     story = Story(2)
     stranger = ChainWriter(story.relay, run=RUN, secret=b"another secret altogether", tensors=TENSORS, patience=QUICK)
-    assert stranger.claim(at_least=1) == 2
+    assert stranger.claim(at_least=2) == 2
     member = Member(story.relay)
     assert member.sync() == VersionId(1, 2)
-    assert "seal" in member.reader.refused[Names(RUN).claim(2)]
+    assert "signature" in member.reader.refused[Names(RUN).claim(2)]
     story.go_on(1)  # nor is the trainer fenced by it
     assert member.sync() == VersionId(1, 3)
 
@@ -229,7 +229,7 @@ def test_a_manifest_under_another_key_is_refused():
     story.relay.put_new(forged, [old])
     member = Member(story.relay)
     assert member.sync() == VersionId(1, 2)
-    assert "seal" in member.reader.refused[forged]
+    assert "signature" in member.reader.refused[forged]
 
 
 def test_a_manifest_of_another_run_with_the_same_secret_is_refused():
@@ -265,7 +265,7 @@ def test_another_codec_is_refused():
 
 CHANGES = [
     ({"version_hash": "0" * 32}, WeightsRefused),
-    ({"format": 2}, WeightsRefused),
+    ({"format": 1}, WeightsRefused),
     ({"pieces": []}, LayoutError),
     ({"buckets": []}, WeightsRefused),
     ({"base": (1, 0)}, WeightsRefused),
@@ -291,7 +291,7 @@ def test_pieces_twice_are_refused():
 
 def test_any_flipped_bit_of_a_record_is_seen():
     key = Names(RUN).claim(1)
-    record = seal(SECRET, key, Claim(RUN, 1, "me"))
+    record = seal(SECRET, key, Claim(RUN, 1, "me", 0))
     assert unseal(SECRET, key, record, Claim).owner == "me"
     for bit in range(len(record) * 8):
         damaged = bytearray(record)
@@ -361,7 +361,8 @@ def test_a_codec_that_is_wrong_is_caught_by_the_hash():
 def test_names_can_be_read_back():
     names = Names("run.1")
     folder = Folder(VersionId(3, 17), "delta", 2)
-    assert names.place_of(names.bucket(folder, 4, 5, 0)) == (folder, "r00004.b00005.0")
+    place = names.place_of(names.bucket(folder, 4, 5))
+    assert place is not None and place[0] == folder and place[1].startswith("r00004.b00005.")
     assert names.place_of(names.manifest(folder)) == (folder, "manifest")
     assert names.epoch_of(names.claim(12)) == 12
     assert names.place_of(names.claim(12)) is None and names.epoch_of(names.manifest(folder)) is None

@@ -25,7 +25,6 @@ from rose.weights.publish import Publisher
 from rose.weights.receive import Receiver
 from rose.weights.relay.memory import MemoryRelay
 from rose.weights.shards import Tensor
-from rose.weights.slots import private_folder, remove_folder
 
 PUBLISH = {"run": RUN, "secret": SECRET, "patience": QUICK, "piece_elements_max": 40, "bucket_dense_bytes": 200}
 RECEIVE = {"secret": SECRET, "patience": QUICK}
@@ -214,16 +213,6 @@ def test_a_full_disk_is_an_error_before_anything_is_mapped(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert receiver.fetch() is not None
-
-
-def test_a_private_folder_is_of_this_process_and_those_of_the_dead_go(tmp_path):
-    dead = tmp_path / "rose-weights-999999999-abc"
-    dead.mkdir()
-    folder = private_folder(tmp_path)
-    assert folder.exists() and not dead.exists() and private_folder(tmp_path) != folder
-    assert folder.stat().st_mode & 0o077 == 0
-    remove_folder(folder)
-    assert not folder.exists()
 
 
 @pytest.fixture(scope="module")

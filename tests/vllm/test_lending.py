@@ -35,10 +35,11 @@ from rose.observe.metrics import Metrics
 from rose.rollout.messages import NewVersion, VersionReady
 from rose.rollout.vllm_agent import VllmLending, VllmSeat
 from rose.rollout.vllm_owner import VllmOwner
-from rose.rollout.weights import FOLDER, Intake
+from rose.rollout.weights import Intake
 from rose.weights.connecting import SECRET
 from rose.weights.metrics import ReceiveMetrics
 from rose.weights.publish import Publisher
+from rose.weights.slots import FOLDER_VARIABLE
 
 TURN = 300  # tokens of a turn that is still under way when something happens
 WAIT_S = 60.0  # for anything that should take moments
@@ -186,7 +187,7 @@ def pair(model_folders: list[Path], tmp_path_factory: pytest.TempPathFactory):
     runner, folder = asyncio.Runner(), tmp_path_factory.mktemp("pair")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SECRET, "a secret that both sides know")
-        patch.setenv(FOLDER, str(folder))
+        patch.setenv(FOLDER_VARIABLE, str(folder))
         trainer = Trainer(model_folders, folder / "relay")
         made = Pair(runner, ServingEngine(model_folders[1], folder / "log"), trainer)
         try:

@@ -41,6 +41,7 @@ DEPENDENCIES = {
     "torch": False,
     "gymnasium": False,
     "xxhash": False,
+    "cryptography": False,
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

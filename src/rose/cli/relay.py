@@ -1,4 +1,4 @@
-"""`rose relay up`: start a relay for clusters that share no storage."""
+"""`rose relay up`: start a relay for clusters that share no storage. `rose relay key`: print the key for workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     up.add_argument("--backend", choices=["tcp", "mooncake"], default="tcp")
     up.add_argument("--folder", type=Path, metavar="DIR", help="tcp: where the values lie")
     up.add_argument("--listen", metavar="HOST:PORT", help="tcp: where to listen (127.0.0.1:7070)")
-    up.add_argument("--secret-file", type=Path, metavar="FILE", help="tcp: the run's secret, which all sides have")
+    up.add_argument("--secret-file", type=Path, metavar="FILE", help="tcp: the run's secret")
     up.add_argument("--certificate", metavar="FILE", help="tcp: speak TLS with this certificate")
     up.add_argument("--key", metavar="FILE", help="tcp: the certificate's private key")
     up.add_argument("--host", default="127.0.0.1", help="mooncake: address of the master")
@@ -25,10 +25,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     up.add_argument("--holder-mb", type=int, default=4096, metavar="MB", help="mooncake: memory of each (4096)")
     up.add_argument("--logs", type=Path, metavar="DIR", help="mooncake: where its processes write what they say")
     up.add_argument("--trusted-network", action="store_true", help="mooncake: allow more than loopback; no passwords!")
+    key = actions.add_parser(
+        "key", help="print the read key of a secret: all that a worker needs, for ROSE_RELAY_SECRET"
+    )
+    key.add_argument("--secret-file", type=Path, metavar="FILE", help="the run's secret (ROSE_RELAY_SECRET_FILE)")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.action == "key":
+        return _key(arguments)
     return _mooncake(arguments) if arguments.backend == "mooncake" else _tcp(arguments)
+
+
+def _key(arguments: argparse.Namespace) -> int:
+    from rose.weights.connecting import run_secret
+    from rose.weights.keys import read_key
+
+    print(read_key(run_secret(file=arguments.secret_file)).text())
+    return 0
 
 
 def _tcp(arguments: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--relay", required=True, metavar="URL", help="a folder, tcp://host:port, s3://bucket ...")
         action.add_argument("--run", required=True, metavar="NAME", help="the run's name in the relay")
         action.add_argument(
-            "--secret-file", type=Path, metavar="FILE", help="the run's secret (ROSE_RELAY_SECRET_FILE)"
+            "--secret-file", type=Path, metavar="FILE", help="the run's secret or read key (ROSE_RELAY_SECRET_FILE)"
         )
         action.add_argument("--trusted-network", action="store_true", help="mooncake: allow more than loopback")
     for action in (show, verify):
@@ -46,9 +46,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rose.weights.connecting import reach, run_secret
     from rose.weights.inventory import take_stock
+    from rose.weights.keys import for_reading, write_key
     from rose.weights.relay.opening import Access
 
     secret = run_secret(file=arguments.secret_file)
+    if arguments.action == "gc":
+        write_key(secret)  # raises ConfigError for a read key
+    else:
+        secret = for_reading(secret)
     access = Access(secret=secret, trusted_network=arguments.trusted_network)
     relay = reach(arguments.relay, secret, access)
     try:

@@ -8,7 +8,7 @@
       summary.json      the figures of the whole run
       report.html       the same as pictures; opens anywhere, loads nothing
       weights/          the relay: the newest versions of the weights, whole and as changes
-      weights.secret    what they are sealed with, unless the environment has it
+      weights.secret    what they are signed with, unless the environment has it
       checkpoints/      the newest checkpoints
       logs/             what every process said
       run.lock          held while the run goes on

@@ -42,6 +42,7 @@ from rose.launch.vllm_cast import join_s_max
 from rose.launch.watching import PoolSample, PoolWatch, ProcessorTime
 from rose.models.folder import load_model_folder
 from rose.rollout.client import GatewayClient
+from rose.weights.slots import sweep
 
 JOIN_S_MAX = 60.0
 UPDATE_S_MAX = 60.0  # longest wait for the trainer's last update when a run is stopped
@@ -143,6 +144,7 @@ class _Stage:
     async def close(self) -> None:
         self._screen.live.phase = "stopping"
         await self.processes.close()
+        await asyncio.to_thread(sweep)  # copies of the weights that killed devices left in memory
         await asyncio.wait([asyncio.create_task(self._learner.close())], timeout=UPDATE_S_MAX)
 
     async def _raise_curtain(self, held: AsyncExitStack) -> Job:

@@ -1,8 +1,8 @@
-"""How a run's weights get to its workers: into a relay after every step, under the run's name, sealed with its secret.
+"""How a run's weights get to its workers: into a relay after every step, under the run's name, signed by the trainer.
 
-The relay is a folder of the run unless the settings name another. The secret is the one that the environment holds, as
-for every trainer and worker (`weights.connecting`); without one it is made for this run, given to the workers in their
-environment, and kept in `weights.secret` for `rose weights`.
+The relay is a folder of the run unless the settings name another. The secret is the one that the environment holds
+(`weights.connecting`); without one it is made for this run and kept in `weights.secret` for `rose weights`. Workers get
+only the read key that is derived from it, in their environment.
 
 What the run begins with is version 0, so that every worker runs weights whose hash is known from the first turn on. A
 run that is resumed begins with the version of its checkpoint, whole, in a new epoch and under the secret it had: what
@@ -18,10 +18,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, Unavailable
 from rose.launch.folder import RunFolder
 from rose.launch.settings import WeightsSettings
+from rose.private_files import write_private
 from rose.weights.connecting import SECRET, SECRET_FILE, reach, run_secret
+from rose.weights.keys import check_secret, read_key, write_key
 from rose.weights.relay.base import Relay
 from rose.weights.relay.filesystem import FilesystemRelay
 from rose.weights.relay.opening import relay_kind
@@ -38,9 +40,10 @@ class Publishing:
     def __init__(self, settings: WeightsSettings, folder: RunFolder) -> None:
         self.run = folder.name
         self.address = _absolute(settings.relay or str(folder.weights))
-        self.variables: dict[str, str] = {}  # for the environment of workers
         self._settings = settings
         self._secret = self._known_secret(folder)
+        # For the environment of workers. They may read and verify, and never see the secret, also not a given one.
+        self.variables = {SECRET: read_key(self._secret).text(), SECRET_FILE: ""}
         self._relay: Relay | None = None
         self._publisher: Publisher | None = None
 
@@ -87,17 +90,22 @@ class Publishing:
         if (given := given_secret(self._settings)) is not None:
             return given
         kept = folder.path / SECRET_NAME
-        made = kept.read_text().strip() if kept.exists() else secrets.token_hex(32)
-        if not kept.exists():
-            folder.write(SECRET_NAME, made + "\n", mode=0o600)
-        self.variables = {SECRET: made}
-        return made.encode()
+        try:
+            if kept.exists():
+                return check_secret(kept.read_bytes().strip())
+            made = secrets.token_hex(32).encode()
+            write_private(kept, made + b"\n")
+        except OSError as error:
+            raise Unavailable(f"{kept} cannot be used: {error.strerror}", hint="see its owner and the disk") from error
+        return made
 
 
 def given_secret(settings: WeightsSettings) -> bytes | None:
-    """The one that the environment holds. Raises ConfigError for one that is none, and where a relay needs one."""
+    """Return the secret of the environment. Raises ConfigError if it cannot sign, or is missing where one is needed."""
     if os.environ.get(SECRET) or os.environ.get(SECRET_FILE):
-        return run_secret()
+        given = run_secret()
+        write_key(given)  # raises ConfigError for a read key
+        return given
     if settings.relay is not None and "://" in settings.relay:
         hint = f"set {SECRET} or {SECRET_FILE} to that of the relay, or of your own making: openssl rand -hex 32"
         raise ConfigError(f"the secret for the relay {settings.relay} is not known", hint=hint)

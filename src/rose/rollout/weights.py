@@ -8,15 +8,14 @@ still for is the swap between two of them. Whatever fails leaves the old version
 The thread and what it holds live as long as the agent, over every connection to a gateway. So an engine that was
 restarted is given its weights again without a byte being fetched, and only what changed is fetched for a new version.
 
-The run's secret is this device's own to know (`weights.connecting`): whatever address a gateway names, nothing is taken
-that the trainer has not sealed.
+The run's read key is this device's own to know (`weights.connecting`): whatever address a gateway names, nothing is
+taken that the trainer has not signed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rose.agent")
 
-FOLDER = "ROSE_WEIGHTS_FOLDER"  # where weights are received, if not in shared memory
 PATIENCE_S = 30.0  # with a relay that does not answer; then the gateway is told, and says when to try again
 
 Result = TypeVar("Result")
@@ -70,6 +68,13 @@ class Arrivals:
     def bring(self, wanted: NewVersion) -> Arrived:
         """Raises RoseError; whatever runs is as it was."""
         return self._from_relay(wanted) if wanted.relay else self._in_folder(wanted)
+
+    def sweep(self) -> None:
+        """Remove the copies of weights that killed processes left; they take memory that nothing else gives back."""
+        from rose.weights.slots import sweep
+
+        for folder in sweep():
+            logger.info("removed the weights that a dead process left in %s", folder)
 
     def installed(self, arrived: Arrived) -> None:
         """The engine runs these; get ready for the next ones."""
@@ -129,8 +134,7 @@ class Arrivals:
         warm_up()
         self._leave_relay()
         if self._folder is None:
-            given = os.environ.get(FOLDER)
-            self._folder = private_folder(Path(given) if given else None)
+            self._folder = private_folder()
         self._count += 1
         folder = self._folder / f"{self._count}"
         patience = Patience(limit_s=PATIENCE_S, sleep_s=self._sleep)
@@ -181,6 +185,7 @@ class Intake:
 
     async def run(self) -> None:
         """One version at a time, until cancelled."""
+        self._thread.submit(self._arrivals.sweep)
         try:
             while True:
                 await self._news.wait()

@@ -1,17 +1,22 @@
 """The chain of versions in a relay: how its keys are named, who may add to it, and how long to try.
 
     RUN/epochs/e1763258031                                   a claim: whose trainer's epoch this is
-    RUN/e1763258031/v0000000017/delta.0000/r00000.b00003.0   a bucket: payloads of pieces, one after the other
+    RUN/e1763258031/v0000000017/delta.0000/r00000.b00003.XX  a bucket: payloads of pieces, one after the other
     RUN/e1763258031/v0000000017/delta.0000/part.00001        what one rank contributed, if there are several
     RUN/e1763258031/v0000000017/delta.0000/manifest          written last: now the link exists
 
-Nothing is ever overwritten. Who tries again takes a new key: a bucket whose answer was lost gets another last number, a
-link that the relay lost another attempt. So a repeated call can do no harm, and needs no memory of the first one.
+Nothing that is signed is ever overwritten. A writer that tries again takes a new key: the names of buckets end in
+random digits, and a link that the relay lost gets another attempt. So a repeated call can do no harm, needs no memory
+of the first one, and no other program can occupy the keys in advance.
 
 A trainer claims an epoch before it publishes; the claim can be written once, so two trainers never share an epoch, and
-readers follow the highest claim only. That is the fence: whoever was replaced is ignored, however late it learns. An
-epoch is the time of its claim in seconds since 1970, or one more than the highest claim if that is later: so epochs go
-up even if the relay has lost every claim, and a number never means two trainers.
+readers follow the highest claim only. That is the fence: a trainer that was replaced is ignored, however late it
+learns. An epoch is the time of its claim in seconds since 1970, or one more than the highest claim if that is later: so
+epochs go up even if the relay has lost every claim, and a number never means two trainers.
+
+Only claims that the trainer's key signed count. A claim more than a day ahead of the clock does not count, and one
+under which nothing was published expires after a day (`stands`). Anything else under `epochs/` is ignored, and removed
+by the trainer's next sweep.
 
 `writing.ChainWriter` adds links, `reading.ChainReader` follows them; `core.versions` decides which.
 """
@@ -19,6 +24,7 @@ up even if the relay has lost every claim, and a number never means two trainers
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +38,8 @@ Result = TypeVar("Result")
 EPOCH_MAX = 10**10 - 1
 VERSION_MAX = 10**10 - 1
 ATTEMPT_MAX = 10**4 - 1
+CLAIM_AHEAD_S_MAX = 86_400  # clocks of one cluster differ by seconds; a day ahead is a mistake or an attack
+CLAIM_UNUSED_S_MAX = 86_400  # a trainer publishes its first version within minutes of its claim
 READS_MAX = 3  # of what comes damaged, before it is taken for damaged where it lies
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}")
 _CLAIM = re.compile(r"epochs/e(\d{10})")
@@ -59,16 +67,21 @@ class Names:
             raise ConfigError(f"`{self.run[:120]}` cannot name a run", hint=hint)
 
     def claim(self, epoch: int) -> str:
-        assert 0 <= epoch <= EPOCH_MAX
+        if not 0 <= epoch <= EPOCH_MAX:
+            raise ConfigError(f"{epoch} is not an epoch: epochs are seconds since 1970", hint="check the clock")
         return f"{self.run}/epochs/e{epoch:010}"
+
+    def epoch_folder(self, epoch: int) -> str:
+        return f"{self.run}/e{epoch:010}"
 
     def folder(self, folder: Folder) -> str:
         assert 0 <= folder.version.version <= VERSION_MAX and 0 <= folder.attempt <= ATTEMPT_MAX
         version = f"e{folder.version.epoch:010}/v{folder.version.version:010}"
         return f"{self.run}/{version}/{folder.kind}.{folder.attempt:04}"
 
-    def bucket(self, folder: Folder, rank: int, index: int, trial: int) -> str:
-        return f"{self.folder(folder)}/r{rank:05}.b{index:05}.{trial}"
+    def bucket(self, folder: Folder, rank: int, index: int) -> str:
+        """Return a new key each time: it ends in random digits, so no other program can have written it before."""
+        return f"{self.folder(folder)}/r{rank:05}.b{index:05}.{secrets.token_hex(8)}"
 
     def part(self, folder: Folder, rank: int) -> str:
         return f"{self.folder(folder)}/part.{rank:05}"
@@ -87,6 +100,16 @@ class Names:
         if not match:
             return None
         return Folder(VersionId(int(match[1]), int(match[2])), match[3], int(match[4])), match[5]
+
+
+def is_ahead(epoch: int, unix_s: float) -> bool:
+    """Whether an epoch is too far in the future to count."""
+    return epoch > unix_s + CLAIM_AHEAD_S_MAX
+
+
+def stands(epoch: int, claimed_s: float, unix_s: float, is_used: Callable[[], bool]) -> bool:
+    """Whether a signed claim counts. `is_used`: something was published under it."""
+    return not is_ahead(epoch, unix_s) and (unix_s - claimed_s <= CLAIM_UNUSED_S_MAX or is_used())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """How a trainer, a worker and a command come to a relay: by an open one or its address, with the run's secret.
 
-The secret seals manifests, and opens the door of a relay server. It is given as bytes, or lies in the file that
-ROSE_RELAY_SECRET_FILE names, or in ROSE_RELAY_SECRET itself.
+The trainer signs with the secret and writes to a relay server with it. A worker needs only the read key that is derived
+from it (`weights.keys`). Either is given as bytes, or lies in the file that ROSE_RELAY_SECRET_FILE names, or in
+ROSE_RELAY_SECRET itself.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ import os
 from pathlib import Path
 
 from rose.errors import ConfigError
+from rose.weights.keys import check_secret
 from rose.weights.relay.base import Relay
 from rose.weights.relay.opening import Access, open_relay
 
 SECRET, SECRET_FILE = "ROSE_RELAY_SECRET", "ROSE_RELAY_SECRET_FILE"
-SECRET_BYTES_MIN = 16
 
 
 def run_secret(given: bytes | None = None, file: Path | str | None = None) -> bytes:
-    """The run's secret, from wherever it is."""
+    """Return the run's secret, or its read key, from wherever it is. Raises ConfigError."""
     if given is not None:
         return check_secret(given)
     path = file or os.environ.get(SECRET_FILE)
@@ -29,20 +30,12 @@ def run_secret(given: bytes | None = None, file: Path | str | None = None) -> by
             hint = f"make one with: openssl rand -hex 32 > {path}"
             raise ConfigError(f"the run's secret in {path} cannot be read: {error.strerror}", hint=hint) from error
     if os.environ.get(SECRET):
-        return check_secret(os.environ[SECRET].strip().encode())
+        return check_secret(os.fsencode(os.environ[SECRET].strip()))
     raise ConfigError(
         "the run's secret is not known here",
-        hint=f"make one with `openssl rand -hex 32`, and set {SECRET} or {SECRET_FILE} for the trainer and all workers",
+        hint=f"set {SECRET} or {SECRET_FILE}: for the trainer to a secret (openssl rand -hex 32), for workers to the "
+        "read key that `rose relay key` prints",
     )
-
-
-def check_secret(secret: bytes) -> bytes:
-    if len(secret) < SECRET_BYTES_MIN:
-        raise ConfigError(
-            f"the run's secret has {len(secret)} bytes; at least {SECRET_BYTES_MIN} are needed",
-            hint="make one with: openssl rand -hex 32",
-        )
-    return secret
 
 
 def reach(relay: Relay | str, secret: bytes, access: Access | None = None) -> Relay:

@@ -6,6 +6,7 @@ links too, and judges it; `superseded` says which keys nobody needs any more.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from rose.core import versions
 from rose.core.versions import VersionId
 from rose.errors import RoseError
-from rose.weights.chain import Folder, Names, Patience
-from rose.weights.manifest import Manifest, check_manifest, unseal
+from rose.weights.chain import Folder, Names, Patience, is_ahead
+from rose.weights.manifest import Claim, Manifest, WeightsRefused, check_manifest, read_signed
 from rose.weights.relay.base import Entry, KeyMissing, Relay
 
 
@@ -36,7 +37,7 @@ class LinkFound:
 @dataclass(frozen=True, slots=True)
 class Inventory:
     run: str
-    epochs: tuple[int, ...]  # claimed
+    epochs: tuple[int, ...]  # with a signed claim
     links: tuple[LinkFound, ...]  # in order of version
     claims: tuple[str, ...]
 
@@ -72,15 +73,27 @@ class Inventory:
 def take_stock(relay: Relay, run: str, secret: bytes, patience: Patience | None = None) -> Inventory:
     names, patience = Names(run), patience or Patience()
     entries = patience.call(lambda _: relay.list(run))
-    claims = tuple(entry.key for entry in entries if names.epoch_of(entry.key) is not None)
-    epochs = sorted({epoch for key in claims if (epoch := names.epoch_of(key)) is not None})
+    claims = [entry for entry in entries if names.epoch_of(entry.key) is not None]
+    epochs = sorted(epoch for entry in claims if (epoch := _claimed(relay, names, secret, entry, patience)) is not None)
     by_folder: dict[Folder, list[Entry]] = defaultdict(list)
     for entry in entries:
         place = names.place_of(entry.key)
         if place is not None:
             by_folder[place[0]].append(entry)
     links = [_link(relay, names, secret, folder, found, patience) for folder, found in sorted(by_folder.items())]
-    return Inventory(run, tuple(epochs), tuple(links), claims)
+    return Inventory(run, tuple(epochs), tuple(links), tuple(entry.key for entry in claims))
+
+
+def _claimed(relay: Relay, names: Names, secret: bytes, entry: Entry, patience: Patience) -> int | None:
+    """Return the epoch of a signed claim that is not ahead of the clock."""
+    epoch = names.epoch_of(entry.key)
+    if epoch is None or is_ahead(epoch, time.time()):
+        return None
+    try:
+        claim = patience.call(lambda _: read_signed(relay, secret, entry.key, entry.size_bytes, Claim))
+    except (KeyMissing, WeightsRefused):
+        return None
+    return epoch if (claim.run, claim.epoch) == (names.run, epoch) else None
 
 
 def _link(
@@ -93,8 +106,8 @@ def _link(
         trouble = "no manifest: not finished, or never will be"
     else:
         try:
-            data = patience.call(lambda _: relay.get(key))
-            manifest = check_manifest(unseal(secret, key, data, Manifest), run=names.run, expected=None)
+            found = patience.call(lambda _: read_signed(relay, secret, key, sizes[key], Manifest))
+            manifest = check_manifest(found, run=names.run, expected=None)
             missing = [bucket.key for bucket in manifest.buckets if sizes.get(bucket.key) != bucket.size_bytes]
             trouble = f"{len(missing)} of {len(manifest.buckets)} buckets are missing or cut" if missing else ""
         except KeyMissing:

@@ -1,38 +1,56 @@
-"""The manifest of a link: everything a receiver must know before it touches a byte, sealed by the run's secret.
+"""The manifest of a link: everything a receiver must know before it touches a byte, signed by the trainer.
 
 It says which weights these are (run, epoch, version), what they start from, which tensors there are, where every piece
 lies, and how the bytes and the numbers of each piece hash. It is written after everything it names, so that its
 appearance is the commit of a version.
 
-    ROSE1 <32 bytes: HMAC-SHA256 of the key and the body> <body: msgpack>
+    ROSE2 <64 bytes: Ed25519 signature> <32 bytes: SHA-256 of the body> <body: msgpack>
 
-The seal covers the key under which a record lies, so no record can be passed off as another one, and it is checked
-before anything is decoded. Payloads are held to a SHA-256, since they come from a relay that anybody on its network
-may reach; the numbers they lead to are held to XXH3, which is ten times faster and has only mistakes to find.
+The signature covers the key under which a record lies and the hash of its body. So no record can be passed off as
+another one, and a reader that holds only the public key verifies the head before it reads or decodes the body.
+Payloads are held to a SHA-256, since they come from a relay that other programs may write to; the numbers they
+lead to are held to XXH3, which is ten times faster and has only mistakes to find.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 import xxhash
+from msgspec import Meta
 
+from rose.bounds import ITEMS_MAX, Count, Label, Name, Serial
 from rose.core.versions import Link, VersionId
-from rose.errors import RequestRefused
+from rose.errors import RequestRefused, Unavailable
+from rose.weights.chain import ATTEMPT_MAX, EPOCH_MAX, VERSION_MAX
 from rose.weights.coding import BITS, Bits, Payload
-from rose.weights.shards import Box, Tensor, check_cover
+from rose.weights.decoding import Undecodable, decode_msgpack
+from rose.weights.keys import SIGNATURE_BYTES, read_key, write_key
+from rose.weights.relay.base import KEY_CHARACTERS_MAX, KeyMissing, Relay
+from rose.weights.shards import ITEM_BYTES, Box, Tensor, check_cover
 
-FORMAT = 1
-MAGIC = b"ROSE1"
-SEAL_BYTES = 32
+FORMAT = 2
+MAGIC = b"ROSE2"
+EARLIER_MAGIC = b"ROSE1"  # sealed by an HMAC of the run's secret, which every worker had to hold
+HASH_BYTES = 32
+HEAD_BYTES = len(MAGIC) + SIGNATURE_BYTES + HASH_BYTES
 RECORD_BYTES_MAX = 256 << 20  # about a million pieces
+FIRST_READ_BYTES = 64 << 10  # read before the signature is verified; most records are shorter
+DIMENSIONS_MAX = 8
+PIECES_MAX = 1 << 20
+VERSION_BYTES_MAX = 1 << 44  # 16 TiB of dense weights; more is a mistake, and is refused before memory is taken for it
 
 Record = TypeVar("Record", bound=msgspec.Struct)
+Epoch = Annotated[int, Meta(ge=0, le=EPOCH_MAX)]
+Version = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
+Place = Annotated[tuple[Serial, ...], Meta(max_length=DIMENSIONS_MAX)]
+Digest = Annotated[bytes, Meta(max_length=HASH_BYTES)]
 
 
 class WeightsRefused(RequestRefused):
@@ -46,40 +64,44 @@ class Fenced(WeightsRefused):
 class PieceEntry(msgspec.Struct, frozen=True, array_like=True):
     """One piece: which box of which tensor, where its payload lies, and what it must come to."""
 
-    tensor: int  # in `Manifest.tensors`
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-    bucket: int  # in `Manifest.buckets`; of no meaning if the length is 0
-    offset: int
-    length: int  # 0 if nothing changed
-    payload_hash: bytes
-    content_hash: bytes
-    base_hash: bytes  # empty in an anchor
+    tensor: Count  # in `Manifest.tensors`
+    start: Place
+    stop: Place
+    bucket: Count  # in `Manifest.buckets`; of no meaning if the length is 0
+    offset: Serial
+    length: Serial  # 0 if nothing changed
+    payload_hash: Digest
+    content_hash: Digest
+    base_hash: Digest  # empty in an anchor
 
 
 class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
-    key: str
-    size_bytes: int
+    key: Annotated[str, Meta(max_length=KEY_CHARACTERS_MAX)]
+    size_bytes: Serial
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: Name
+    dtype: Annotated[str, Meta(pattern="^(BF16|F16|F32)$")]
+    shape: Place
+
+
+Buckets = Annotated[list[BucketEntry], Meta(max_length=PIECES_MAX)]
+Pieces = Annotated[list[PieceEntry], Meta(max_length=PIECES_MAX)]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    format: int
-    run: str
-    epoch: int
-    version: int
-    attempt: int
-    base: tuple[int, int] | None  # epoch and version; None is an anchor
-    codec: str
-    tensors: list[TensorEntry]
-    buckets: list[BucketEntry]
-    pieces: list[PieceEntry]
-    version_hash: str
+    format: Count
+    run: Name
+    epoch: Epoch
+    version: Version
+    attempt: Annotated[int, Meta(ge=0, le=ATTEMPT_MAX)]
+    base: tuple[Epoch, Version] | None  # epoch and version; None is an anchor
+    codec: Label
+    tensors: Annotated[list[TensorEntry], Meta(max_length=ITEMS_MAX)]
+    buckets: Buckets
+    pieces: Pieces
+    version_hash: Label
 
     @property
     def id(self) -> VersionId:
@@ -106,42 +128,90 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank of the trainer contributes to a link, for the rank that writes the manifest."""
 
-    rank: int
-    buckets: list[BucketEntry]
-    pieces: list[PieceEntry]  # with `bucket` counted within this part
+    rank: Count
+    buckets: Buckets
+    pieces: Pieces  # with `bucket` counted within this part
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trainer's mark on an epoch: whoever wrote it first has it."""
+    """A trainer's claim on an epoch: the trainer that wrote it first has the epoch. `at_s` is seconds since 1970."""
 
-    run: str
-    epoch: int
-    owner: str
+    run: Name
+    epoch: Epoch
+    owner: Label
+    at_s: Serial
+
+
+_DECODERS: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Manifest, Part, Claim)
+}
 
 
 def seal(secret: bytes, key: str, record: msgspec.Struct) -> bytes:
-    """The record as it lies in the relay under this key."""
+    """Return the record as it lies in the relay under this key, signed. Raises ConfigError for a read key."""
     body = msgspec.msgpack.encode(record)
-    return MAGIC + _seal_of(secret, key, body) + body
+    hashed = hashlib.sha256(body).digest()
+    return MAGIC + write_key(secret).sign(_signed(key, hashed)) + hashed + body
 
 
 def unseal(secret: bytes, key: str, data: Payload, kind: type[Record]) -> Record:
-    """The record, if it was sealed with this secret for this key. Raises WeightsRefused."""
-    data = memoryview(data)
-    body = data[len(MAGIC) + SEAL_BYTES :]
-    if bytes(data[: len(MAGIC)]) != MAGIC or len(data) > RECORD_BYTES_MAX:
-        raise WeightsRefused(f"`{key}` is not a record of ROSE, or of another version of it")
-    if not hmac.compare_digest(data[len(MAGIC) : len(MAGIC) + SEAL_BYTES], _seal_of(secret, key, body)):
-        raise WeightsRefused(
-            f"the seal of `{key}` is wrong: it was written by a stranger, for another key, or it is damaged",
-            hint="give the trainer and the workers the same secret",
-        )
+    """Return the record if the trainer signed it for this key; a read key is enough. Raises WeightsRefused."""
+    hashed = check_head(secret, key, data)
+    body = memoryview(data)[HEAD_BYTES:]
+    if not hmac.compare_digest(hashlib.sha256(body).digest(), hashed):
+        raise WeightsRefused(f"`{key}` is damaged: its bytes are not those that were signed")
     try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+        found: Record = decode_msgpack(_DECODERS[kind], body)
+    except Undecodable as error:
+        what = f"`{key}` is signed but unreadable: {error}"
+        raise WeightsRefused(what, hint="run the same ROSE on both sides") from error
+    return found
+
+
+def check_head(secret: bytes, key: str, data: Payload) -> bytes:
+    """Verify the signature in the first bytes of a record and return the hash of its body. Raises WeightsRefused."""
+    head = bytes(memoryview(data)[:HEAD_BYTES])
+    if head.startswith(EARLIER_MAGIC):
         raise WeightsRefused(
-            f"`{key}` is sealed but unreadable: {error}", hint="run the same ROSE on both sides"
-        ) from error
+            f"`{key}` was written by an earlier ROSE, which did not sign", hint="publish again with this version"
+        )
+    if len(head) < HEAD_BYTES or not head.startswith(MAGIC):
+        raise WeightsRefused(f"`{key}` is not a record of ROSE, or of another version of it")
+    signature, hashed = head[len(MAGIC) : -HASH_BYTES], head[-HASH_BYTES:]
+    if not read_key(secret).is_signed(signature, _signed(key, hashed)):
+        raise WeightsRefused(
+            f"the signature of `{key}` is wrong: it was written by a stranger, for another key, or it is damaged",
+            hint="give workers the read key of the trainer's secret: rose relay key",
+        )
+    return hashed
+
+
+def read_signed(relay: Relay, secret: bytes, key: str, size_bytes: int, kind: type[Record]) -> Record:
+    """Read and verify the record of this size. Nothing beyond its first bytes is read before its signature is right.
+
+    Raises WeightsRefused, KeyMissing, Unavailable.
+    """
+    if size_bytes > RECORD_BYTES_MAX:
+        raise WeightsRefused(f"`{key}` has {size_bytes:,} bytes; a record has at most {RECORD_BYTES_MAX:,}")
+    try:
+        data = relay.get(key, 0, min(size_bytes, FIRST_READ_BYTES))
+        check_head(secret, key, data)
+        if size_bytes > FIRST_READ_BYTES:
+            data = b"".join([data, relay.get(key, FIRST_READ_BYTES, size_bytes)])
+    except (KeyMissing, WeightsRefused, Unavailable):
+        raise
+    except RequestRefused as error:  # it is shorter than the listing said
+        raise WeightsRefused(error.what) from error
+    return unseal(secret, key, data, kind)
+
+
+def size_in(relay: Relay, key: str) -> int:
+    """Return the size of a value as the relay lists it. Raises KeyMissing, Unavailable."""
+    folder = key.rpartition("/")[0]
+    for entry in relay.list(folder):
+        if entry.key == key:
+            return entry.size_bytes
+    raise KeyMissing(key)
 
 
 def check_manifest(manifest: Manifest, *, run: str, expected: Sequence[Tensor] | None) -> Manifest:
@@ -151,6 +221,11 @@ def check_manifest(manifest: Manifest, *, run: str, expected: Sequence[Tensor] |
     if manifest.run != run:
         raise WeightsRefused(f"a manifest of run `{manifest.run}` lies among those of `{run}`")
     tensors = [Tensor(entry.name, entry.shape, entry.dtype) for entry in manifest.tensors]
+    dense_bytes = sum(math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in tensors)
+    if dense_bytes > VERSION_BYTES_MAX:
+        raise WeightsRefused(
+            f"version {manifest.id} has {dense_bytes:,} bytes; at most {VERSION_BYTES_MAX:,} are taken"
+        )
     if expected is not None:
         _check_tensors(tensors, expected)
     for piece in manifest.pieces:
@@ -205,7 +280,5 @@ def version_hash(tensors: Sequence[TensorEntry], pieces: Sequence[PieceEntry]) -
     return hashlib.sha256(msgspec.msgpack.encode(lines)).hexdigest()[:32]
 
 
-def _seal_of(secret: bytes, key: str, body: Any) -> bytes:
-    seal = hmac.new(secret, f"{MAGIC.decode()}\n{key}\n".encode(), "sha256")
-    seal.update(body)
-    return seal.digest()
+def _signed(key: str, hashed: bytes) -> bytes:
+    return b"%s\n%s\n%s" % (MAGIC, key.encode(), hashed)

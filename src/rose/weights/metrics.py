@@ -10,7 +10,8 @@
     rose_weights_workers_behind                  of a gateway: its workers that do not run what was published last
 
 A process has a publisher, a receiver or a gateway, so all may use the same names. What a gateway shows is the sum over
-its workers, as they told it; its lag is that of the worker furthest behind.
+its workers, as they reported it; its lag is that of the worker furthest behind. Labels come from fixed sets, and values
+that cannot be true are left out: a worker's report never makes the metrics grow or fail.
 """
 
 from __future__ import annotations
@@ -28,6 +29,16 @@ if TYPE_CHECKING:
 
 PHASE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 PAUSE_BUCKETS_S = (0.00001, 0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+PHASES = frozenset(
+    ("list", "prepare", "bring", "fetch", "decode", "total", "stage", "commit", "read", "encode", "copy", "push")
+)
+KINDS = frozenset(
+    ("ConfigError", "ModelError", "RequestRefused", "Unavailable", "WeightsRefused", "Fenced", "KeyExists")
+    + ("KeyMissing", "RangeRefused", "RelayFull", "LayoutError", "CodecError", "QueueFull", "OSError", "MemoryError")
+)
+OTHER = "other"  # the label of everything else: a label per name that a worker invents would have no end
+SIZE_BYTES_MAX = 1 << 50  # a petabyte in one version is a false report
+SPENT_S_MAX = 86_400.0  # a phase of more than a day likewise
 _COUNTED = "is_counted_weights_failure"
 
 
@@ -40,7 +51,8 @@ class _Figures:
 
     def spent(self, seconds: Mapping[str, float]) -> None:
         for phase, spent_s in seconds.items():
-            self._seconds.labels(phase).observe(spent_s)
+            if _is_time(spent_s):
+                self._seconds.labels(phase if phase in PHASES else OTHER).observe(spent_s)
 
     def failed(self, error: BaseException) -> None:
         """Counted once, through however many hands the error goes."""
@@ -49,7 +61,7 @@ class _Figures:
             self.failed_by(type(error).__name__)
 
     def failed_by(self, kind: str) -> None:
-        self._failures.labels(kind).inc()
+        self._failures.labels(kind if kind in KINDS else OTHER).inc()
 
 
 class PublishMetrics(_Figures):
@@ -110,10 +122,16 @@ class FleetMetrics(_Figures):
     def taken(self, size_bytes: int, seconds: Mapping[str, float]) -> None:
         """A worker runs a version that it did not run before; of its phases, `commit` is the swap."""
         self._versions.inc()
-        self._bytes.inc(size_bytes)
+        if 0 <= size_bytes <= SIZE_BYTES_MAX:
+            self._bytes.inc(size_bytes)
         self.spent(seconds)
-        if "commit" in seconds:
+        if _is_time(seconds.get("commit", -1.0)):
             self._pause.observe(seconds["commit"])
+
+
+def _is_time(spent_s: float) -> bool:
+    """Whether a time that a worker reports can be one; not-a-number fails both comparisons."""
+    return 0.0 <= spent_s <= SPENT_S_MAX
 
 
 def _ratio(metrics: Metrics) -> Gauge:

@@ -39,7 +39,7 @@ from rose.weights.layouts import whole
 from rose.weights.live import LiveTensors, Room, check_finite
 from rose.weights.manifest import Fenced, Manifest
 from rose.weights.metrics import PublishMetrics
-from rose.weights.relay.base import KeyMissing, Relay
+from rose.weights.relay.base import Relay
 from rose.weights.shards import ITEM_BYTES, Box, Holding, Layout, LayoutError, Tensor, plan
 from rose.weights.writing import ANCHOR_EVERY, KEEP_VERSIONS, ChainWriter, Draft, Encoded, encode_piece
 
@@ -150,11 +150,11 @@ class Publisher:
         planned = plan(self.tensors, self._layout, workers, piece_elements_max=piece_elements_max)
         self._held = {box: _holding(self._layout[rank], box) for box in planned.pieces_of(rank)}
         self._buckets = list(self._cut(bucket_dense_bytes))
-        sealed = run_secret(secret)
-        self.relay, self._owns_relay = reach(relay, sealed), isinstance(relay, str)
+        known = run_secret(secret)
+        self.relay, self._owns_relay = reach(relay, known), isinstance(relay, str)
         self._codec = codec or SparseCodec(threads=threads)
         self.writer = ChainWriter(
-            self.relay, run=run, secret=sealed, tensors=self.tensors, codec=self._codec, rank=rank, patience=patience
+            self.relay, run=run, secret=known, tensors=self.tensors, codec=self._codec, rank=rank, patience=patience
         )
         self._anchor_every, self._keep_versions = anchor_every, keep_versions
         self._metrics = metrics
@@ -320,10 +320,8 @@ class Publisher:
         key = self.writer.names.manifest(folder)
 
         def trial(_: int) -> None:
-            try:
-                self.relay.get(key, 0, 0)
-            except KeyMissing as error:
-                raise Unavailable(f"rank 0 has not committed version {folder.version}") from error
+            if self.writer.read_record(key, Manifest) is None:
+                raise Unavailable(f"rank 0 has not committed version {folder.version}")
 
         self.writer.patience.call(trial)
 

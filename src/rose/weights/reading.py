@@ -10,24 +10,25 @@ deltas or from an anchor; pieces that go the same way share it. A piece takes al
 does, and what comes next is fetched meanwhile. Payloads are checked before they are applied, and the numbers after the
 last of them; in between nothing is installed anywhere, since a shadow is only a shadow.
 
-What is refused (a stranger's manifest, another run's, a damaged payload) is remembered in `refused` and not looked at
-again; whatever other way there is gets taken. If none is left, that is an error, and the weights that run stay.
+What is refused (a stranger's manifest, another run's, a damaged payload) is told in `refused`; whatever other way there
+is gets taken. If none is left, that is an error, and the weights that run stay. Reading needs only the run's read key.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from rose.core import versions
 from rose.core.versions import Link, VersionId
 from rose.errors import RequestRefused, RoseError, Unavailable
-from rose.weights.chain import READS_MAX, Folder, Names, Patience
+from rose.weights.chain import READS_MAX, Folder, Names, Patience, is_ahead, stands
 from rose.weights.coding import Codec, SparseCodec, check_same
-from rose.weights.connecting import check_secret
+from rose.weights.keys import for_reading
 from rose.weights.manifest import (
     Claim,
     Manifest,
@@ -36,7 +37,7 @@ from rose.weights.manifest import (
     WeightsRefused,
     check_manifest,
     payload_hash,
-    unseal,
+    read_signed,
 )
 from rose.weights.relay.base import Buffer, Entry, KeyMissing, Relay
 from rose.weights.shadow import Shadow
@@ -92,16 +93,19 @@ class ChainReader:
         tensors: Sequence[Tensor] | None = None,
         codec: Codec | None = None,
         patience: Patience | None = None,
+        unix_s: Callable[[], float] = time.time,
     ) -> None:
         self.relay = relay
         self.names = Names(run)
-        self.secret = check_secret(secret)
+        self.secret = for_reading(secret)
+        self._unix_s = unix_s
         self.tensors = tensors
         self.codec = codec or SparseCodec()
         self.patience = patience or Patience()
         self.epoch = 0  # the fence: nothing of a lower epoch is looked at
-        self.refused: dict[str, str] = {}  # keys that must not be used, and why
-        self._claims: set[str] = set()  # checked
+        self.refused: dict[str, str] = {}  # keys in the relay that must not be used, and why
+        self._unfit: set[str] = set()  # of those, links that the trainer signed
+        self._claims: dict[Entry, Claim] = {}  # verified
         self._manifests: dict[Folder, Manifest] = {}  # checked, and there when the relay was last listed
         self._sources: dict[Link, _Source] = {}  # of those, what is whole
 
@@ -110,6 +114,10 @@ class ChainReader:
     def refresh(self) -> VersionId | None:
         """Look at the relay; returns the newest version that can be had from it by whoever holds nothing."""
         entries = self.patience.call(lambda _: self.relay.list(self.names.run))
+        present = {entry.key for entry in entries}
+        self._claims = {entry: claim for entry, claim in self._claims.items() if entry.key in present}
+        self.refused = {key: why for key, why in self.refused.items() if key in present}
+        self._unfit &= self.refused.keys()
         self._follow_claims(entries)
         self._read_manifests(entries)
         self._find_sources({entry.key: entry.size_bytes for entry in entries})
@@ -127,15 +135,27 @@ class ChainReader:
             raise WeightsRefused(f"version {version} is not in the relay; the newest is {newest}")
         return self._sources[min(links, key=lambda link: link.size_bytes)].manifest
 
-    def _follow_claims(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            epoch = self.names.epoch_of(entry.key)
-            if epoch is None or entry.key in self._claims or entry.key in self.refused:
-                continue
-            claim = self._record(entry.key, Claim)
-            if claim is not None:
-                self._claims.add(entry.key)
-                self.epoch = max(self.epoch, epoch)
+    def _follow_claims(self, entries: Sequence[Entry]) -> None:
+        """Set the epoch to the highest claim that stands, never back unless its own claim expired unused."""
+        places = [self.names.place_of(entry.key) for entry in entries]
+        used = {place[0].version.epoch for place in places if place is not None and place[1] == "manifest"}
+        claims = {epoch: entry for entry in entries if (epoch := self.names.epoch_of(entry.key)) is not None}
+        if claims.get(self.epoch) in self._claims and not self._stands(claims[self.epoch], self.epoch, used):
+            self.epoch = 0
+        for epoch in sorted((epoch for epoch in claims if epoch > self.epoch), reverse=True):
+            if self._stands(claims[epoch], epoch, used):
+                self.epoch = epoch
+                return
+
+    def _stands(self, entry: Entry, epoch: int, used: Container[int]) -> bool:
+        if is_ahead(epoch, self._unix_s()):
+            self.refused[entry.key] = f"epoch {epoch} is more than a day ahead of the clock"
+            return False
+        claim = self._claims.get(entry) or self._record(entry, Claim)
+        if claim is None or (claim.run, claim.epoch) != (self.names.run, epoch):
+            return False
+        self._claims[entry] = claim
+        return stands(epoch, claim.at_s, self._unix_s(), lambda: epoch in used)
 
     def _read_manifests(self, entries: Iterable[Entry]) -> None:
         present: dict[Folder, Manifest] = {}
@@ -143,13 +163,14 @@ class ChainReader:
             place = self.names.place_of(entry.key)
             if place is None or place[1] != "manifest" or place[0].version.epoch != self.epoch:
                 continue
-            manifest = self._manifests.get(place[0]) or self._checked(place[0], entry.key)
+            manifest = self._manifests.get(place[0]) or self._checked(place[0], entry)
             if manifest is not None:
                 present[place[0]] = manifest
         self._manifests = present
 
-    def _checked(self, folder: Folder, key: str) -> Manifest | None:
-        manifest = self._record(key, Manifest) if key not in self.refused else None
+    def _checked(self, folder: Folder, entry: Entry) -> Manifest | None:
+        key = entry.key
+        manifest = self._record(entry, Manifest) if key not in self._unfit else None
         if manifest is None:
             return None
         try:
@@ -158,21 +179,32 @@ class ChainReader:
                 raise WeightsRefused(f"`{key}` is the manifest of another link")
             return check_manifest(manifest, run=self.names.run, expected=self.tensors)
         except RoseError as error:
-            self.refused[key] = error.what
+            self._refuse(key, error.what)
             return None
 
-    def _record(self, key: str, kind: type[Record]) -> Record | None:
-        """A sealed record, or None if it is gone by now or refused. It is read again: a bit may flip on the way."""
+    def _refuse(self, key: str, why: str) -> None:
+        """Never look again at a link that the trainer signed and that cannot be used here."""
+        self._unfit.add(key)
+        self.refused[key] = why
+
+    def _record(self, entry: Entry, kind: type[Record]) -> Record | None:
+        """A signed record, or None if it is gone by now or refused. It is read again: a bit may flip on the way.
+
+        What is not signed is looked at again next time: the trainer may replace it by a record of its own.
+        """
         for trial in range(READS_MAX):
             try:
-                data = self.patience.call(lambda _: self.relay.get(key))
+                found = self.patience.call(
+                    lambda _: read_signed(self.relay, self.secret, entry.key, entry.size_bytes, kind)
+                )
             except KeyMissing:
                 return None
-            try:
-                return unseal(self.secret, key, data, kind)
             except WeightsRefused as error:
                 if trial == READS_MAX - 1:
-                    self.refused[key] = error.what
+                    self.refused[entry.key] = error.what
+            else:
+                self.refused.pop(entry.key, None)
+                return found
         return None
 
     def _find_sources(self, sizes: Mapping[str, int]) -> None:
@@ -180,7 +212,7 @@ class ChainReader:
         for folder, manifest in self._manifests.items():
             key = self.names.manifest(folder)
             is_whole = all(sizes.get(bucket.key) == bucket.size_bytes for bucket in manifest.buckets)
-            if is_whole and key not in self.refused:
+            if is_whole and key not in self._unfit:
                 pieces = dict(zip(manifest.boxes(), manifest.pieces))
                 self._sources[manifest.link()] = _Source(key, manifest, pieces)
 
@@ -196,7 +228,7 @@ class ChainReader:
                 self._walk(shadow, boxes, target)
                 return manifest
             except _Damaged as damaged:
-                self.refused[damaged.source.key] = damaged.what
+                self._refuse(damaged.source.key, damaged.what)
             except KeyMissing as error:  # swept or lost since the relay was listed
                 missing = error
             self.refresh()

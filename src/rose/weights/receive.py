@@ -35,6 +35,7 @@ from rose.errors import RequestRefused
 from rose.weights.chain import Patience
 from rose.weights.coding import Bits, Codec, Payload, SparseCodec
 from rose.weights.connecting import reach, run_secret
+from rose.weights.keys import for_reading
 from rose.weights.layouts import whole
 from rose.weights.manifest import Manifest, WeightsRefused
 from rose.weights.metrics import ReceiveMetrics
@@ -72,7 +73,7 @@ class Receiver:
         relay: Relay | str,
         run: str,
         *,
-        secret: bytes | None = None,
+        secret: bytes | None = None,  # the run's read key, or its secret, of which only the read key is kept
         tensors: Sequence[Tensor] | None = None,  # what the worker's model has; None takes what is published
         holdings: Holdings | None = None,  # the worker's share of them; None is all
         initial: Mapping[str, Array] | None = None,  # weights the worker has already: what equals them is not fetched
@@ -84,12 +85,12 @@ class Receiver:
         metrics: ReceiveMetrics | None = None,
     ) -> None:
         assert slots in (1, 2) and (holdings is None or tensors is not None)
-        sealed = run_secret(secret)
-        self._relay = _CountedRelay(reach(relay, sealed))
+        key = for_reading(run_secret(secret))
+        self._relay = _CountedRelay(reach(relay, key))
         self._owns_relay = isinstance(relay, str)
         self._codec = _TimedCodec(codec or SparseCodec(threads=threads))
         self.reader = ChainReader(
-            self._relay, run=run, secret=sealed, tensors=tensors, codec=self._codec, patience=patience
+            self._relay, run=run, secret=key, tensors=tensors, codec=self._codec, patience=patience
         )
         self._tensors, self._holdings, self._initial = tensors, holdings, initial
         self._folder, self._slot_count = folder, slots
@@ -97,7 +98,7 @@ class Receiver:
         self._running: Slot | None = None
         self._pending: tuple[Slot, Received] | None = None
         self._installed: Received | None = None
-        self._refused_seen = 0
+        self._told: set[str] = set()  # of what was refused
         self._metrics = metrics
         self.newest: VersionId | None = None  # in the relay, as of the last look
 
@@ -255,10 +256,10 @@ class Receiver:
         return next((slot for slot in self._slots if slot is not self._running), self._slots[0])
 
     def _tell_refused(self) -> None:
-        refused = list(self.reader.refused.items())[self._refused_seen :]
-        for key, why in refused:
+        refused = {key: why for key, why in self.reader.refused.items() if key not in self._told}
+        for key, why in refused.items():
             _log.warning("weights refused: `%s`: %s", key, why)
-        self._refused_seen += len(refused)
+        self._told = set(self.reader.refused)
         if self._metrics is not None:
             self._metrics.looked(self.lag_versions, len(refused))
 

@@ -13,10 +13,10 @@ Room is reserved before anything is mapped: a full disk is an error at the start
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -35,6 +35,7 @@ from rose.weights.shards import Array, Holdings, Tensor
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rose-weights"
+FOLDER_VARIABLE = "ROSE_WEIGHTS_FOLDER"  # where weights are received, if not in shared memory
 HEADER_ALIGNMENT = 64
 READ_AS = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
@@ -128,16 +129,75 @@ def _header(locals_: Sequence[Local]) -> tuple[bytes, list[int]]:
     return text + b" " * (-(8 + len(text)) % HEADER_ALIGNMENT), offsets
 
 
+def weights_parent() -> Path:
+    """Return where folders of weights are made: ROSE_WEIGHTS_FOLDER, shared memory, or the temporary folder."""
+    given = os.environ.get(FOLDER_VARIABLE)
+    if given:
+        return Path(given)
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
 def private_folder(parent: Path | None = None) -> Path:
-    """A folder of this process alone, in shared memory if there is any; those of dead processes are removed."""
-    parent = parent or (SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
-    for old in parent.glob(f"{PREFIX}-*"):
-        match = re.fullmatch(rf"{PREFIX}-(\d+)-\w+", old.name)
-        if match and not Path(f"/proc/{match[1]}").exists():
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}-{os.getpid()}-", dir=parent))
+    """Make a folder that only this user may read, locked while this process lives; remove those of dead processes.
+
+    Raises OSError.
+    """
+    parent = parent or weights_parent()
+    sweep(parent)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}.{os.geteuid()}.", dir=parent))
+        handle = _open_folder(folder)
+        if handle is None:
+            continue  # another process swept it before it was locked
+        fcntl.flock(handle, fcntl.LOCK_EX)  # a process that sweeps holds it for a moment only
+        if _is_at(folder, handle):
+            _locks[folder] = handle
+            return folder
+        os.close(handle)
+
+
+def sweep(parent: Path | None = None) -> list[Path]:
+    """Remove the folders of weights that dead processes of this user left; return what was removed.
+
+    A folder belongs to a living process exactly while its lock is held. The kernel keeps the lock with the folder, so
+    this holds for processes of other containers too, whose process ids mean nothing here.
+    """
+    removed = []
+    for folder in (parent or weights_parent()).glob(f"{PREFIX}.{os.geteuid()}.*"):
+        handle = _open_folder(folder)
+        if handle is None:
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(handle).st_uid == os.geteuid() and _is_at(folder, handle):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+        except OSError:
+            pass  # its process lives, or the file system has no locks
+        finally:
+            os.close(handle)
+    return removed
+
+
+_locks: dict[Path, int] = {}  # folders of this process, with the open handle that holds each lock
+
+
+def _open_folder(folder: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    return None
+
+
+def _is_at(folder: Path, handle: int) -> bool:
+    """Whether the open folder is still the one of this name."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.stat(folder, follow_symlinks=False), os.fstat(handle))
+    return False
 
 
 def remove_folder(folder: Path) -> None:
+    """Remove a folder and, if it is one of `private_folder`, let its lock go."""
     with contextlib.suppress(OSError):
         shutil.rmtree(folder)
+    if (handle := _locks.pop(folder, None)) is not None:
+        os.close(handle)

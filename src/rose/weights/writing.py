@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,10 +28,10 @@ import msgspec
 
 from rose.core import versions
 from rose.core.versions import Link, VersionId
-from rose.errors import Unavailable
-from rose.weights.chain import READS_MAX, Folder, Names, Patience
+from rose.errors import ConfigError, Unavailable
+from rose.weights.chain import READS_MAX, Folder, Names, Patience, is_ahead, stands
 from rose.weights.coding import Bits, Codec, SparseCodec
-from rose.weights.connecting import check_secret
+from rose.weights.keys import write_key
 from rose.weights.manifest import (
     FORMAT,
     BucketEntry,
@@ -46,8 +46,9 @@ from rose.weights.manifest import (
     check_manifest,
     content_hash,
     payload_hash,
+    read_signed,
     seal,
-    unseal,
+    size_in,
     version_hash,
 )
 from rose.weights.relay.base import Entry, KeyExists, KeyMissing, Relay
@@ -92,10 +93,13 @@ class ChainWriter:
         codec: Codec | None = None,
         rank: int = 0,
         patience: Patience | None = None,
+        unix_s: Callable[[], float] = time.time,
     ) -> None:
+        write_key(secret)  # raises ConfigError for one that cannot sign
         self.relay = relay
         self.names = Names(run)
-        self.secret = check_secret(secret)
+        self.secret = secret
+        self._unix_s = unix_s
         self.tensors = list(tensors)
         self.codec = codec or SparseCodec()
         self.rank = rank
@@ -110,12 +114,15 @@ class ChainWriter:
     # The epoch
 
     def claim(self, *, at_least: int | None = None) -> int:
-        """Take an epoch higher than any before; from then on whoever had an earlier one is fenced off.
+        """Take an epoch higher than any before; from then on a trainer that had an earlier one is fenced off.
 
         The clock keeps it higher even if the relay has forgotten the earlier ones; a trainer that knows better says so.
+        Raises ConfigError if the epoch would be more than a day ahead of the clock.
         """
         assert self.epoch == 0, "an epoch was claimed before"
-        epoch = max(int(time.time()) if at_least is None else at_least, max(self._claimed(), default=0) + 1)
+        epoch = int(self._unix_s()) if at_least is None else at_least
+        signed = (claim.epoch for claim in self._claims(self._claim_sizes(), above=epoch - 1))
+        epoch = max(epoch, next(signed, 0) + 1)
         while not self._mark(epoch):
             epoch += 1
         self.epoch = epoch
@@ -126,48 +133,80 @@ class ChainWriter:
         self.epoch = epoch
 
     def check_fence(self) -> None:
-        """Raise Fenced if another trainer took over. A claim that the relay lost is put back, a stranger's ignored."""
-        claimed = self._claimed()
-        is_ours = self._owner_of(self.epoch) == self._owner if self.epoch in claimed else self._mark(self.epoch)
-        if not is_ours or any(self._owner_of(epoch) is not None for epoch in claimed if epoch > self.epoch):
+        """Raise Fenced if another trainer took over. A claim that the relay lost is put back."""
+        sizes = self._claim_sizes()
+        ours = self.read_record(self.names.claim(self.epoch), Claim, sizes.get(self.epoch))
+        is_ours = ours.owner == self._owner if ours is not None else self._mark(self.epoch)
+        if not is_ours or any(self._stands(claim) for claim in self._claims(sizes, above=self.epoch)):
             raise Fenced(
                 f"another trainer has taken over run `{self.names.run}`; this one had epoch {self.epoch}",
                 hint="stop this trainer, or restart it to take over again",
             )
 
-    def _claimed(self) -> set[int]:
+    def _claim_sizes(self) -> dict[int, int]:
+        """Return the size of whatever lies under the key of each epoch's claim."""
         entries = self.patience.call(lambda _: self.relay.list(f"{self.names.run}/epochs"))
-        found = {self.names.epoch_of(entry.key) for entry in entries}
-        return {epoch for epoch in found if epoch is not None}
+        found = {self.names.epoch_of(entry.key): entry.size_bytes for entry in entries}
+        return {epoch: size_bytes for epoch, size_bytes in found.items() if epoch is not None}
+
+    def _claims(self, sizes: Mapping[int, int], above: int) -> Iterator[Claim]:
+        """Yield the signed claims on later epochs that are not ahead of the clock, the highest first."""
+        for epoch in sorted((epoch for epoch in sizes if epoch > above), reverse=True):
+            if not is_ahead(epoch, self._unix_s()):
+                claim = self.read_record(self.names.claim(epoch), Claim, sizes[epoch])
+                if claim is not None and (claim.run, claim.epoch) == (self.names.run, epoch):
+                    yield claim
+
+    def _stands(self, claim: Claim) -> bool:
+        return stands(claim.epoch, claim.at_s, self._unix_s(), lambda: self._is_used(claim.epoch))
+
+    def _is_used(self, epoch: int) -> bool:
+        entries = self.patience.call(lambda _: self.relay.list(self.names.epoch_folder(epoch)))
+        return any(entry.key.endswith("/manifest") for entry in entries)
 
     def _mark(self, epoch: int) -> bool:
-        """Whether the epoch is ours, by this call or one whose answer was lost."""
-        return self.put_record(self.names.claim(epoch), Claim(self.names.run, epoch, self._owner))
-
-    def _owner_of(self, epoch: int) -> str | None:
-        claim = self._read_record(self.names.claim(epoch), Claim)
-        return None if claim is None else claim.owner
+        """Whether the epoch is ours, by this call or one whose answer was lost. Raises ConfigError."""
+        if is_ahead(epoch, self._unix_s()):
+            raise ConfigError(
+                f"run `{self.names.run}` would continue with epoch {epoch}, more than a day ahead of the clock",
+                hint="set this machine's clock, or publish under another run name",
+            )
+        claim = Claim(self.names.run, epoch, self._owner, int(self._unix_s()))
+        return self.put_record(self.names.claim(epoch), claim)
 
     # Records
 
     def put_record(self, key: str, record: msgspec.Struct) -> bool:
-        """Write once, whatever gets lost on the way. False if another record was there before."""
-        sealed = seal(self.secret, key, record)
+        """Write once, whatever gets lost on the way. False if another signed record was there before.
+
+        What is there without a right signature was not written by a trainer of this run: it is replaced.
+        """
+        signed = seal(self.secret, key, record)
 
         def trial(_: int) -> bool:
-            try:
-                self.relay.put_new(key, [sealed])
-                return True
-            except KeyExists:
-                return self._read_record(key, type(record)) == record
+            for _ in range(READS_MAX):
+                try:
+                    self.relay.put_new(key, [signed])
+                    return True
+                except KeyExists:
+                    found = self.read_record(key, type(record))
+                if found is not None:
+                    return found == record
+                self.relay.delete(key)
+            raise Unavailable(f"a stranger writes `{key}` again and again", hint="see who may write to the relay")
 
         return self.patience.call(trial)
 
-    def _read_record(self, key: str, kind: type[Record]) -> Record | None:
-        """What lies there with a right seal; None if nothing does. It is read again: a bit may flip on the way."""
+    def read_record(self, key: str, kind: type[Record], size_bytes: int | None = None) -> Record | None:
+        """What lies there with a right signature; None if nothing does. It is read again: a bit may flip on the way."""
+
+        def trial(_: int) -> Record:
+            size = size_in(self.relay, key) if size_bytes is None else size_bytes
+            return read_signed(self.relay, self.secret, key, size, kind)
+
         for _ in range(READS_MAX):
             try:
-                return unseal(self.secret, key, self.patience.call(lambda _: self.relay.get(key)), kind)
+                return self.patience.call(trial)
             except KeyMissing:
                 return None
             except WeightsRefused:
@@ -234,8 +273,12 @@ class ChainWriter:
         claimed = self.names.epoch_of(key)
         place = self.names.place_of(key)
         if claimed is not None:
-            return claimed < self.epoch
+            return claimed < self.epoch or (claimed > self.epoch and not self._is_claimed(claimed))
         return place is not None and place[0].version.epoch <= self.epoch and place[0] not in stays
+
+    def _is_claimed(self, epoch: int) -> bool:
+        """Whether a trainer signed this later claim. Those ahead of the clock go as well: they would count one day."""
+        return not is_ahead(epoch, self._unix_s()) and self.read_record(self.names.claim(epoch), Claim) is not None
 
     def _list(self) -> Sequence[Entry]:
         return self.patience.call(lambda _: self.relay.list(self.names.run))
@@ -278,12 +321,9 @@ class Draft:
     def _put_bucket(self, number: int, payloads: Sequence[bytes]) -> BucketEntry:
         writer = self._writer
 
-        def trial(again: int) -> BucketEntry:
-            key = writer.names.bucket(self.folder, writer.rank, number, again)
-            try:
-                return BucketEntry(key, writer.relay.put_new(key, payloads))
-            except KeyExists as error:
-                raise Fenced(f"somebody else writes `{key}`", hint="stop one of the two trainers") from error
+        def trial(_: int) -> BucketEntry:
+            key = writer.names.bucket(self.folder, writer.rank, number)
+            return BucketEntry(key, writer.relay.put_new(key, payloads))
 
         return writer.patience.call(trial)
 
@@ -318,7 +358,7 @@ class Draft:
         writer = self._writer
         key = writer.names.part(self.folder, writer.rank)
         if not writer.put_record(key, self.part()):
-            raise Fenced(f"somebody else wrote `{key}`", hint="stop one of the two trainers")
+            raise Fenced(f"another trainer wrote `{key}`", hint="stop one of the two trainers")
         writer._open.discard(self.folder)
 
     def collect_parts(self, ranks: Iterable[int], patience: Patience | None = None) -> None:
@@ -328,7 +368,7 @@ class Draft:
             self._others.append(patience.call(partial(self._part_of, rank)))
 
     def _part_of(self, rank: int, trial: int) -> Part:
-        part = self._writer._read_record(self._writer.names.part(self.folder, rank), Part)
+        part = self._writer.read_record(self._writer.names.part(self.folder, rank), Part)
         if part is None:
             raise Unavailable(f"rank {rank} has not pushed its part of version {self.folder.version}")
         return part
@@ -342,7 +382,7 @@ class Draft:
         writer.check_fence()
         key = writer.names.manifest(self.folder)
         if not writer.put_record(key, manifest):
-            raise Fenced(f"somebody else wrote `{key}`", hint="stop one of the two trainers")
+            raise Fenced(f"another trainer wrote `{key}`", hint="stop one of the two trainers")
         writer._committed(self, manifest)
         return manifest
 

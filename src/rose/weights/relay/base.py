@@ -80,8 +80,12 @@ class Relay(Protocol):
         """Let go of files and connections; what is stored stays."""
 
 
+def is_key(key: str) -> bool:
+    return len(key) <= KEY_CHARACTERS_MAX and _KEY.fullmatch(key) is not None
+
+
 def check_key(key: str) -> str:
-    if len(key) > KEY_CHARACTERS_MAX or not _KEY.fullmatch(key):
+    if not is_key(key):
         raise RequestRefused(
             f"`{key[:80]}` is not a key of a relay",
             hint="use letters, digits and . _ = - between slashes, not beginning with a dot",

@@ -6,6 +6,9 @@ while their writer lives, so those of a dead writer are recognised and removed w
 file that was just made is not locked yet and may be taken for a dead writer's; its writer notices and makes another.
 
 Reads are maps of the file: nothing is copied before it is used, and a value deleted meanwhile stays readable.
+
+Only the user who runs the writer may read the files and the folders that are made here: weights are worth as much as
+the training. Users who share weights put a relay server before the folder, which has roles.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rose.errors import ConfigError, RequestRefused, Unavailable
+from rose.private_files import FILE_MODE, FOLDER_MODE, sync_folder
 from rose.weights.relay.base import (
     Buffer,
     Chunks,
@@ -35,6 +39,7 @@ from rose.weights.relay.base import (
 
 # No key has a segment that begins with a dot, so this folder is never taken for values.
 TEMPORARY = ".writing"
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # never elsewhere, and no wait for a pipe
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -46,7 +51,8 @@ class FilesystemRelay:
         self._durable = durable
         self._temporary = self.folder / TEMPORARY
         try:
-            self._temporary.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            self._temporary.mkdir(mode=FOLDER_MODE, exist_ok=True)
             self._sweep()
         except OSError as error:
             raise ConfigError(
@@ -71,9 +77,13 @@ class FilesystemRelay:
     def get(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
         with _told(key):
             try:
-                file = os.open(self._path(key), os.O_RDONLY)
+                file = os.open(self._path(key), READ_FLAGS)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise KeyMissing(key) from error
+            except OSError as error:
+                if error.errno == errno.ELOOP:  # a symbolic link, which no relay has made
+                    raise KeyMissing(key) from error
+                raise
             try:
                 status = os.fstat(file)
                 if not stat.S_ISREG(status.st_mode):
@@ -124,7 +134,7 @@ class FilesystemRelay:
 
     def _publish(self, key: str, temporary: Path, path: Path) -> None:
         while True:
-            _make_folder(key, path.parent)
+            self._make_folder(key, path.parent)
             try:
                 os.link(temporary, path)
                 break
@@ -135,7 +145,22 @@ class FilesystemRelay:
                 if not temporary.exists():
                     raise Unavailable(f"`{key}` was removed from the relay's folder while it was written") from None
         if self._durable:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
+
+    def _make_folder(self, key: str, folder: Path) -> None:
+        try:
+            self._make_below(folder)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise RequestRefused(f"`{key}` lies below another key; a key is never also a folder") from error
+
+    def _make_below(self, folder: Path) -> None:
+        """Make a folder and its parents, durably and for this user only; `parents=True` would open the parents."""
+        if folder.is_dir():
+            return
+        self._make_below(folder.parent)
+        folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        if self._durable:
+            sync_folder(folder.parent)
 
     def _walk(self, folder: Path, prefix: str) -> Iterator[Entry]:
         try:
@@ -148,7 +173,7 @@ class FilesystemRelay:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 yield from self._walk(Path(entry.path), key)
-            else:
+            elif entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
                     yield Entry(key, entry.stat(follow_symlinks=False).st_size)
 
@@ -164,15 +189,19 @@ class FilesystemRelay:
     def _sweep(self) -> None:
         """Remove what dead writers left. A living writer holds the lock of its file."""
         for path in self._temporary.iterdir():
-            with contextlib.suppress(OSError), open(path, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                file = os.open(path, READ_FLAGS)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink(missing_ok=True)
+                finally:
+                    os.close(file)
 
 
 def _locked(path: Path) -> int:
     """A new file, open and locked until it is closed, and still there: see _sweep."""
     while True:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)  # whoever sweeps holds it for a moment only
             if os.fstat(file).st_nlink:
@@ -197,21 +226,6 @@ def _write_all(file: int, chunk: Buffer) -> int:
     while done < len(view):
         done += os.write(file, view[done:])
     return done
-
-
-def _make_folder(key: str, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise RequestRefused(f"`{key}` lies below another key; a key is never also a folder") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

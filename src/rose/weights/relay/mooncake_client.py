@@ -48,6 +48,7 @@ STAGING_BYTES = 16 << 20  # the library's own buffer, which our calls do not use
 REPEAT_S = 8.0  # longer than the store needs to notice that a holder is gone
 FULL_REPEAT_S = 1.0
 LISTING_S = 10.0
+LISTING_BYTES_MAX = 64 << 20  # some hundred thousand keys
 
 OK, NO_SPACE, MISSING = 0, -200, -704
 PASSING = {-703: "being written", -707: "lease expired", -800: "transfer failed", -900: "master does not answer"}
@@ -113,7 +114,7 @@ class DirectRelay:
         prefix = check_prefix(prefix)
         try:
             with urllib.request.urlopen(f"http://{self._metrics}/get_all_keys", timeout=LISTING_S) as answer:
-                keys = answer.read().decode().split()
+                keys = answer.read(LISTING_BYTES_MAX).decode().split()
         except (OSError, urllib.error.URLError, ValueError) as error:
             raise Unavailable(f"the Mooncake master does not list its keys at {self._metrics}: {error}") from error
         sizes = {key: self._value_bytes(key) for key in keys if is_below(key, prefix)}

@@ -22,7 +22,7 @@ Kind = Literal["folder", "tcp", "object", "mooncake"]
 class Access:
     """What an address needs beside itself."""
 
-    secret: bytes = b""  # tcp: both sides know it
+    secret: bytes = b""  # tcp: the run's secret, or its read key for reading only
     authority: str | None = None  # tcps: a file of certificates to trust, the system's if None
     trusted_network: bool = False  # mooncake: needed for any address but loopback
     object_options: tuple[tuple[str, str], ...] = ()  # s3, gs, az: as obstore names them; else the environment's

@@ -8,6 +8,7 @@ that is cut off has not happened, or has and its answer was lost: the caller see
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import ssl
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rose.errors import ConfigError, Unavailable
+from rose.weights.keys import is_read_key, read_key, write_key
 from rose.weights.relay import wire
 from rose.weights.relay.base import Buffer, Chunks, Entry, check_key, check_prefix
 
@@ -23,16 +25,18 @@ CONNECT_S = 5.0
 SILENCE_S = 30.0  # a side that neither sends nor takes a byte for this long is gone
 RESUMES_MAX = 4  # in a row without a single new byte
 IDLE_CONNECTIONS_MAX = 8
+VALUE_BYTES_MAX = 4 << 30  # far beyond a bucket, the largest value
+ENTRIES_MAX = 1 << 20  # of one listing; a run holds some thousands
 
 
 class TcpRelay:
-    """Speaks to `rose.weights.relay.server` at `address` ("host:port")."""
+    """Speaks to `rose.weights.relay.server` at `address` ("host:port"): with a read key as reader, else as writer."""
 
     def __init__(
         self, address: str, secret: bytes, *, tls: ssl.SSLContext | None = None, silence_s: float = SILENCE_S
     ) -> None:
         self._host, self._port = split_address(address)
-        self._secret = wire.check_secret(secret)
+        self._role, self._key = _role_of(secret)
         self._tls = tls
         self._silence_s = silence_s
         self._idle: list[wire.Connection] = []
@@ -54,6 +58,8 @@ class TcpRelay:
             try:
                 with self._connection() as connection:
                     size = self._ask(connection, wire.Get(key, start + received, stop), key)
+                    if size > VALUE_BYTES_MAX or (stop is not None and size != stop - start - received):
+                        raise wire.Disconnected(f"{size} bytes were announced for `{key}`")
                     if data is None:
                         data = np.empty(size, np.uint8).data  # a bytearray would be filled with zeros first
                     if size != len(data) - received:
@@ -77,9 +83,11 @@ class TcpRelay:
                     raise _Refused(page, prefix)
                 if not isinstance(page, wire.Page):
                     raise wire.Disconnected("a page of the listing was expected")
-                found += [Entry(key, size) for key, size in page.entries]
+                found += _entries_after(found[-1].key if found else "", page)
                 if page.is_last:
                     return found
+                if not page.entries or len(found) > ENTRIES_MAX:
+                    raise wire.Disconnected("the listing has no end")
 
     def delete(self, key: str) -> bool:
         check_key(key)
@@ -150,7 +158,7 @@ class TcpRelay:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
                 plain = self._tls.wrap_socket(plain, server_hostname=self._host)
-            connection = wire.greet(plain, self._secret)
+            connection = wire.greet(plain, self._role, self._key)
             plain.settimeout(self._silence_s)
             return connection
         except ssl.SSLCertVerificationError as error:
@@ -161,11 +169,11 @@ class TcpRelay:
             ) from error
         except wire.Stranger as error:
             plain.close()
-            hint = "give both sides the same secret, and check the address"
+            hint = "give the relay and the trainer the same secret, workers its read key, and check the address"
             raise ConfigError(f"the relay at {self.address}: {error}", hint=hint) from error
         except (OSError, wire.Disconnected) as error:
             plain.close()
-            hint = "the server closes the door on a wrong secret, a missing TLS, or when it has too many connections"
+            hint = "check that both sides use TLS or neither, and run the same version of ROSE; it is tried again"
             raise self._unavailable(f"no welcome: {error}", hint) from error
 
     @property
@@ -182,6 +190,20 @@ class _Refused(Exception):
     def __init__(self, refusal: wire.Refusal, key: str) -> None:
         self.refusal = refusal
         self.key = key
+
+
+def _role_of(secret: bytes) -> tuple[wire.Role, bytes]:
+    if is_read_key(secret):
+        return "reader", read_key(secret).relay
+    return "writer", write_key(secret).relay
+
+
+def _entries_after(last: str, page: wire.Page) -> list[Entry]:
+    """Return the entries of a page; raise Disconnected unless their keys go up from the last one before it."""
+    keys = [last, *(key for key, _ in page.entries)]
+    if any(key >= later for key, later in itertools.pairwise(keys)):
+        raise wire.Disconnected("the listing is not in order")
+    return [Entry(key, size) for key, size in page.entries]
 
 
 def split_address(address: str) -> tuple[str, int]:

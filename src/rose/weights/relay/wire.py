@@ -1,10 +1,13 @@
 """How a relay client and a relay server talk over TCP: who they are, framed messages, and streams of bytes.
 
-Both sides prove that they know the shared secret, without sending it, before either says anything else:
+There are two roles, each with a key of its own (`weights.keys`): a reader may list and get, a writer may also put and
+delete. Both sides prove that they know the role's key, without sending it, before either says anything else. The
+client proves first, so a stranger who connects to a server receives nothing that depends on a key:
 
-    client -> server   MAGIC, 32 random bytes
-    server -> client   32 random bytes, HMAC("server", both)
-    client -> server   HMAC("client", both)
+    client -> server   MAGIC, role, 32 random bytes
+    server -> client   32 random bytes
+    client -> server   HMAC("client", role, both)
+    server -> client   verdict; HMAC("server", role, both) if it is ADMITTED
 
 From the two random parts both derive a session key. Every message (a request, an answer) carries an HMAC under it,
 with its direction and its number, so that a stranger on the path can neither forge, repeat nor reorder them. The bytes
@@ -23,62 +26,74 @@ import secrets
 import select
 import socket
 import ssl
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
+from rose.bounds import TEXT_CHARACTERS_MAX, Integer, Label, Seconds, Serial, Text
 from rose.errors import ConfigError, RequestRefused, RoseError, Unavailable
-from rose.weights.relay.base import Buffer, Chunks, KeyExists, KeyMissing, RelayFull
+from rose.weights.decoding import Undecodable, decode_msgpack
+from rose.weights.relay.base import KEY_CHARACTERS_MAX, Buffer, Chunks, KeyExists, KeyMissing, RelayFull
 
-MAGIC = b"ROSE-RELAY-1\n"
+MAGIC = b"ROSE-RELAY-2\n"
 NONCE_BYTES = 32
 DIGEST_BYTES = 32
 LENGTH_BYTES = 4
-SECRET_BYTES_MIN = 16
+VERDICT_BYTES = 1
+ADMITTED, REFUSED, CROWDED = b"A", b"R", b"C"
 MESSAGE_BYTES_MAX = 1 << 20  # a page of a listing is the longest
 BLOCK_BYTES = 1 << 20  # one block is all of a value that a side holds in memory
+PAGE_ENTRIES_MAX = 1000  # at most about 600 bytes each, so that a page fits a message
+WELCOME_S = 5.0  # for the whole beginning of a connection, TLS included
+
+Role = Literal["reader", "writer"]
+ROLES: dict[bytes, Role] = {b"r": "reader", b"w": "writer"}
+Key = Annotated[str, Meta(max_length=KEY_CHARACTERS_MAX)]
 
 
 class Put(msgspec.Struct, tag=True, array_like=True):
-    key: str
+    key: Key
 
 
 class Get(msgspec.Struct, tag=True, array_like=True):
-    key: str
-    start: int
-    stop: int | None
+    key: Key
+    start: Integer  # also one that no value has: the refusal says how long the value is
+    stop: Integer | None
 
 
 class List(msgspec.Struct, tag=True, array_like=True):
-    prefix: str
-    after: str
+    prefix: Key
+    after: Key
 
 
 class Delete(msgspec.Struct, tag=True, array_like=True):
-    key: str
+    key: Key
 
 
 class Done(msgspec.Struct, tag=True, array_like=True):
     """The call succeeded, or may begin: `number` is a size or a truth."""
 
-    number: int = 0
+    number: Serial = 0
 
 
 class Page(msgspec.Struct, tag=True, array_like=True):
-    entries: list[tuple[str, int]]
+    entries: Annotated[list[tuple[Key, Serial]], Meta(max_length=PAGE_ENTRIES_MAX)]
     is_last: bool
 
 
 class Refusal(msgspec.Struct, tag=True, array_like=True):
-    kind: str
-    what: str
-    hint: str | None = None
-    retry_after_s: float = 1.0
+    kind: Label
+    what: Text
+    hint: Text | None = None
+    retry_after_s: Seconds = 1.0
 
 
 Request = Put | Get | List | Delete
 Answer = Done | Page | Refusal
+Message = TypeVar("Message")
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -90,16 +105,7 @@ class Disconnected(Exception):
 
 
 class Stranger(Disconnected):
-    """The other side does not know the secret."""
-
-
-def check_secret(secret: bytes) -> bytes:
-    if len(secret) < SECRET_BYTES_MIN:
-        raise ConfigError(
-            f"the relay's secret has {len(secret)} bytes; at least {SECRET_BYTES_MIN} are needed",
-            hint="make one with: openssl rand -hex 32",
-        )
-    return secret
+    """The other side does not hold the key of the role."""
 
 
 class Connection:
@@ -134,7 +140,7 @@ class Connection:
             raise Disconnected(f"a message of {length} bytes was announced")
         body = bytes(self.read(length))
         if not hmac.compare_digest(head[LENGTH_BYTES:], self._tag(self._labels[1], self._received, body)):
-            raise Disconnected("a message with a wrong seal arrived")
+            raise Disconnected("a message with a wrong HMAC arrived")
         self._received += 1
         return body
 
@@ -210,36 +216,54 @@ def receive_some(plain: socket.socket, view: memoryview) -> int:
     return count
 
 
-def greet(plain: socket.socket, secret: bytes) -> Connection:
-    """The client's side of the beginning. Raises Stranger if the server does not know the secret."""
+def greet(plain: socket.socket, role: Role, key: bytes, limit_s: float = WELCOME_S) -> Connection:
+    """Begin a connection as the client. Raises Stranger if one of the two sides does not hold the role's key."""
+    until_s = time.monotonic() + limit_s
     ours = secrets.token_bytes(NONCE_BYTES)
-    send_all(plain, MAGIC + ours)
-    reply = _read_exactly(plain, NONCE_BYTES + DIGEST_BYTES)
-    both = ours + reply[:NONCE_BYTES]
-    if not hmac.compare_digest(reply[NONCE_BYTES:], _proof(secret, b"server", both)):
+    mark = next(mark for mark, known in ROLES.items() if known == role)
+    _send_before(plain, MAGIC + mark + ours, until_s)
+    both = mark + ours + _read_before(plain, NONCE_BYTES, until_s)
+    _send_before(plain, _proof(key, b"client", both), until_s)
+    verdict = _read_before(plain, VERDICT_BYTES, until_s)
+    if verdict == CROWDED:
+        raise Disconnected("the server has too many connections")
+    if verdict != ADMITTED:
+        raise Stranger(f"the server refused the key of this {role}")
+    if not hmac.compare_digest(_read_before(plain, DIGEST_BYTES, until_s), _proof(key, b"server", both)):
         raise Stranger("the server at this address does not know the relay's secret")
-    send_all(plain, _proof(secret, b"client", both))
-    return Connection(plain, _proof(secret, b"session", both), is_server=False)
+    return Connection(plain, _proof(key, b"session", both), is_server=False)
 
 
-def welcome(plain: socket.socket, secret: bytes) -> Connection:
-    """The server's side of the beginning. Raises Stranger if the client does not know the secret."""
-    hello = _read_exactly(plain, len(MAGIC) + NONCE_BYTES)
-    if hello[: len(MAGIC)] != MAGIC:
+def welcome(
+    plain: socket.socket, keys: Mapping[Role, bytes], until_s: float, admit: Callable[[Role], bool]
+) -> tuple[Connection, Role]:
+    """Begin a connection as the server. `admit` is asked for a place once the client has proved its role.
+
+    Raises Stranger if the client does not hold the role's key, Disconnected if there is no place.
+    """
+    hello = _read_before(plain, len(MAGIC) + 1 + NONCE_BYTES, until_s)
+    role = ROLES.get(hello[len(MAGIC) : len(MAGIC) + 1])
+    if hello[: len(MAGIC)] != MAGIC or role is None:
         raise Stranger("this is not a client of a relay, or one of another version")
     ours = secrets.token_bytes(NONCE_BYTES)
+    _send_before(plain, ours, until_s)
     both = hello[len(MAGIC) :] + ours
-    send_all(plain, ours + _proof(secret, b"server", both))
-    if not hmac.compare_digest(_read_exactly(plain, DIGEST_BYTES), _proof(secret, b"client", both)):
-        raise Stranger("the client does not know the relay's secret")
-    return Connection(plain, _proof(secret, b"session", both), is_server=True)
+    if not hmac.compare_digest(_read_before(plain, DIGEST_BYTES, until_s), _proof(keys[role], b"client", both)):
+        _send_before(plain, REFUSED, until_s)
+        raise Stranger(f"the client does not hold the key of a {role}")
+    if not admit(role):
+        _send_before(plain, CROWDED, until_s)
+        raise Disconnected("too many connections")
+    _send_before(plain, ADMITTED + _proof(keys[role], b"server", both), until_s)
+    return Connection(plain, _proof(keys[role], b"session", both), is_server=True), role
 
 
 def refusal_of(error: RoseError) -> Refusal:
     """How an error of ours travels."""
     kinds = (KeyExists, KeyMissing, RelayFull, Unavailable, RequestRefused)
     kind = next((known.__name__ for known in kinds if isinstance(error, known)), "Unavailable")
-    return Refusal(kind, error.what, error.hint, getattr(error, "retry_after_s", 1.0))
+    hint = error.hint[:TEXT_CHARACTERS_MAX] if error.hint else None
+    return Refusal(kind, error.what[:TEXT_CHARACTERS_MAX], hint, getattr(error, "retry_after_s", 1.0))
 
 
 def error_of(refusal: Refusal, key: str) -> RoseError:
@@ -272,20 +296,34 @@ def client_tls(authority: str | None = None) -> ssl.SSLContext:
         raise ConfigError(f"the certificates in {authority} cannot be used: {error}") from error
 
 
-def _read_exactly(plain: socket.socket, count: int) -> bytes:
+def _read_before(plain: socket.socket, count: int, until_s: float) -> bytes:
+    """Read exactly so many bytes before the deadline, however slowly they come. Raises Disconnected."""
     data = bytearray(count)
     view, done = memoryview(data), 0
     while done < count:
+        plain.settimeout(_left_s(until_s))
         done += receive_some(plain, view[done:])
     return bytes(data)
 
 
-def _proof(secret: bytes, label: bytes, both: bytes) -> bytes:
-    return hmac.digest(secret, hashlib.sha256(label).digest() + both, "sha256")
+def _send_before(plain: socket.socket, data: bytes, until_s: float) -> None:
+    plain.settimeout(_left_s(until_s))
+    send_all(plain, data)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
+def _left_s(until_s: float) -> float:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise Disconnected("the connection took too long to begin")
+    return left_s
+
+
+def _proof(key: bytes, label: bytes, both: bytes) -> bytes:
+    return hmac.digest(key, hashlib.sha256(label).digest() + both, "sha256")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Message], body: bytes) -> Message:
     try:
-        return decoder.decode(body)
-    except msgspec.DecodeError as error:
+        return decode_msgpack(decoder, body)
+    except Undecodable as error:
         raise Disconnected(f"a message that makes no sense arrived: {error}") from error

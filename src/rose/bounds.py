@@ -44,5 +44,5 @@ VersionName = Label  # of a set of weights
 TokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=TOKENS_MAX)]
 LogProbabilities = Annotated[tuple[LogProbability, ...], Meta(max_length=TOKENS_MAX)]
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What a msgspec decoder raises for hostile bytes: invalid UTF-8 and deep nesting are errors of their own."""
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
+"""What a decoder raises for hostile bytes: text that is not UTF-8 (a ValueError) and deep nesting have their own."""

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import msgspec
 
+from rose.bounds import UNREADABLE
+
 Decoded = TypeVar("Decoded")
 
 
@@ -14,11 +16,8 @@ class Undecodable(Exception):
 
 
 def decode_msgpack(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes | memoryview) -> Decoded:
-    """Return the value. Raises Undecodable, whatever the bytes are.
-
-    msgspec raises UnicodeDecodeError (a ValueError) for text that is not UTF-8 and RecursionError for deep nesting.
-    """
+    """Return the value. Raises Undecodable, whatever the bytes are."""
     try:
         return decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+    except UNREADABLE as error:
         raise Undecodable(str(error)) from error

@@ -14,7 +14,6 @@ in the run's folder, and goes on from there.
 from __future__ import annotations
 
 import secrets
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from rose.config.text import as_override
 from rose.front.tokens import OWNER_VARIABLE, ROLLOUT_VARIABLE
 from rose.launch import vllm_cast
 from rose.launch.placement import CONTROL_NICENESS, SERVING_NICENESS, TRAINER_NICENESS, Placement
-from rose.launch.processes import URL, Command, roses
+from rose.launch.processes import URL, Command, free_port, roses
 from rose.launch.settings import RunSettings
 from rose.launch.traffic import TrafficPlan
 from rose.rollout.roles import VARIABLES
@@ -55,12 +54,6 @@ def gateway(model: Path, settings: RunSettings, placement: Placement, ledger: Pa
         arguments += ("--set", f"max_staleness={settings.asynchrony.max_staleness}")
     patterns = {"url": rf"ready at {URL}"}
     return Command(GATEWAY, arguments, CONTROL_NICENESS, placement.others, patterns, is_kept=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def borrowed(serving: Path, rollout: Path, settings: RunSettings, placement: Placement, gateway_url: str) -> Command:

@@ -15,6 +15,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -252,3 +253,10 @@ class Processes:
 def roses(*arguments: str) -> tuple[str, ...]:
     """The command line of one of our own commands."""
     return ("-m", "rose", *arguments)
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

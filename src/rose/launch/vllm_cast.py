@@ -17,10 +17,10 @@ from functools import cache
 from pathlib import Path
 
 from rose.config.device import cores_of
-from rose.engines.vllm.starting import MODULE, ON_CPU, free_port
+from rose.engines.vllm.starting import MODULE, ON_CPU
 from rose.errors import ConfigError
 from rose.launch.placement import CONTROL_NICENESS, SERVING_NICENESS, TRAINER_NICENESS, Placement
-from rose.launch.processes import URL, Command, roses
+from rose.launch.processes import URL, Command, free_port, roses
 from rose.launch.settings import RunSettings
 
 PYTHON_VARIABLE = "ROSE_VLLM_PYTHON"

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from rose.engines.vllm.board import About, BoardReader
 from rose.errors import ConfigError, Unavailable
+from rose.private_files import make_private_folder
 
 FOLDER_VARIABLE = "ROSE_BOARDS"
 LISTENING = "0A"
@@ -31,11 +32,13 @@ def folder() -> Path:
 
 
 def own_folder() -> Path:
-    """The folder, made if it is not there. Raises ConfigError if it is somebody else's."""
+    """Return the folder; make it if it is missing. Raises ConfigError if it is a link or belongs to another user."""
     found = folder()
-    found.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if found.stat().st_uid != os.getuid():
-        raise ConfigError(f"{found} belongs to another user", hint=f"name a folder of your own in {FOLDER_VARIABLE}")
+    try:
+        make_private_folder(found)
+    except OSError as error:
+        hint = f"set {FOLDER_VARIABLE} to a folder of your own"
+        raise ConfigError(f"{found} cannot be used: {error.strerror or error}", hint=hint) from error
     return found
 
 

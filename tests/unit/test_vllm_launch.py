@@ -126,6 +126,19 @@ def test_an_engine_process_is_reached_over_its_socket_and_opens_no_port(
     asyncio.run(story())
 
 
+def test_the_log_of_an_engine_is_cut_while_it_writes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rose.engines.vllm.process.LOG_BYTES_MAX", 1000)
+    monkeypatch.setattr("rose.engines.vllm.process.LOG_BYTES_KEPT", 100)
+    process = EngineProcess(engine_of(model))
+    with process.log.open("ab", buffering=0) as engines:
+        for number in range(1000):
+            engines.write(b"line %d\n" % number)
+            process.cut_log()
+            assert process.log.stat().st_size <= 1000
+    assert process.log.read_bytes().endswith(b"line 998\nline 999\n")
+    assert b"\0" not in process.log.read_bytes()
+
+
 def test_a_worker_talks_to_the_socket_it_is_attached_to(tmp_path: Path) -> None:
     """Whatever proxy the environment names."""
 

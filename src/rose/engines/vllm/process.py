@@ -23,6 +23,7 @@ from rose.errors import Unavailable
 
 READY_S = 300.0  # a large model on a busy machine
 LOG_LINES = 12
+LOG_BYTES_MAX, LOG_BYTES_KEPT = 8 << 20, 1 << 20
 END_S = 5.0  # it has nothing to save
 
 
@@ -54,7 +55,7 @@ class EngineProcess:
     async def start(self) -> VllmWorker:
         """Raises Unavailable, with the engine's last words, if it does not come up."""
         control = control_sheet(self.folder, create=True)
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:  # appended to, so that it can be cut while the engine writes
             self._process = subprocess.Popen(
                 command(self.engine, self.folder),
                 env=environment(self.engine, self.folder),
@@ -88,6 +89,17 @@ class EngineProcess:
             said = [line for line in lines if "Error" in line] or lines
             return "\n".join(f"  {line[-300:]}" for line in said[-LOG_LINES:])
         return "  (none)"
+
+    def cut_log(self) -> None:
+        """Keep the newest part of a log that has grown large: it lies in memory, beside what serving needs."""
+        with suppress(OSError), self.log.open("r+b") as log:
+            size = log.seek(0, os.SEEK_END)
+            if size > LOG_BYTES_MAX:
+                log.seek(size - LOG_BYTES_KEPT)
+                newest = log.read()
+                log.truncate(0)
+                log.seek(0)
+                log.write(newest)
 
     def kill(self) -> None:
         """At once, with everything it started."""

@@ -18,7 +18,7 @@ VERIFIERS := verifiers==0.4.0 renderers==0.1.12 transformers==5.22.2 openai==2.5
 SYSTEM_PACKAGES := g++ make cmake libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-slow test-vllm soak bench check format venv venv-relays venv-alfworld venv-tensorboard venv-verifiers venv-trl venv-vllm system-packages clean
+.PHONY: help run test test-all test-slow test-vllm soak bench check format venv venv-relays venv-alfworld venv-verifiers venv-trl venv-vllm system-packages clean
 
 help:
 	@echo "make run        a small model learns a game, with rollouts on a device that serves users"
@@ -107,6 +107,7 @@ $(VENV)/.alfworld: $(VENV)/.ready
 	@$(PIP) install -c constraints.txt -e '.[alfworld]'
 	@touch $@
 
+.PHONY: venv-tensorboard
 venv-tensorboard: $(VENV)/.tensorboard
 
 $(VENV)/.tensorboard: $(VENV)/.ready

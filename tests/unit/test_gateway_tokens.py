@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from rose.errors import ConfigError
@@ -71,26 +71,31 @@ def test_a_token_from_the_environment_is_not_written(cache: Path, monkeypatch: p
         assert token_for("worker", URL) == MADE.worker
 
 
-def test_entries_of_killed_gateways_are_removed_by_the_next_one(cache: Path) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    here = registry._namespace()
-    dead, other, alive = (
-        cache / name for name in (f"{here}-{ended.pid}.json", f"7-{ended.pid}.json", f"{here}-1.json")
-    )
-    cache.mkdir(parents=True)
-    for path in (dead, other, alive):
-        path.write_bytes(msgspec.json.encode(GatewayCard(ended.pid, URL, MADE)))
-    assert token_for("agent", URL) == MADE.agent, "process 1 runs"
-    alive.unlink()
+REGISTERS = """
+import sys, time
+from rose.rollout.roles import GatewayCard, Tokens, shown
+with shown(GatewayCard(1, sys.argv[1], Tokens(*["of-the-killed-one"] * 4))):
+    print("registered", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("swept_by", ["a command that looks for a token", "the next gateway"])
+def test_the_entry_of_a_killed_gateway_is_removed(cache: Path, swept_by: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", REGISTERS, URL], stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None and killed.stdout.readline() == "registered\n"
+        [entry] = cache.iterdir()
+        assert token_for("agent", URL) == "of-the-killed-one"
+        killed.kill()
+    assert entry.exists()
+    if swept_by == "the next gateway":
+        with shown(GatewayCard(os.getpid(), URL, MADE)) as path:
+            assert list(cache.iterdir()) == [path]
     assert token_for("agent", URL) is None
-    alive.touch()
-    with shown(GatewayCard(os.getpid(), URL, MADE)) as path:
-        assert set(cache.iterdir()) == {other, alive, path}, "another namespace's processes cannot be seen from here"
+    assert list(cache.iterdir()) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 10_000, b'{"process_id": 1, "url": 5}', b"x" * (1 << 20)])
 def test_an_entry_that_cannot_be_read_is_skipped(cache: Path, content: bytes) -> None:
-    cache.mkdir(parents=True)
-    (cache / f"{registry._namespace()}-1.json").write_bytes(content)
-    assert token_for("agent", URL) is None
+    with registry.registered(cache, content):
+        assert token_for("agent", URL) is None

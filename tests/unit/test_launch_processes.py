@@ -180,3 +180,14 @@ def test_what_a_process_says_takes_bounded_space_also_without_a_newline(tmp_path
     newest, older = tmp_path / "talker.log", tmp_path / "talker.1.log"
     assert newest.read_text().endswith("ready at http://here:1\n")
     assert newest.stat().st_size <= 10_000 and older.stat().st_size <= 100_000
+
+
+def test_a_command_line_with_a_secret_is_not_started(tmp_path):
+    async def story() -> None:
+        processes = Processes(tmp_path, {"ROSE_AGENT_TOKEN": "for-agents", "ROSE_RELAY_SECRET_FILE": "-c"}, print)
+        with pytest.raises(AssertionError, match="ROSE_AGENT_TOKEN"):
+            await processes.start(Command("x", ("-c", "pass", "--token", "for-agents")))
+        assert processes.process_ids() == {}
+        await processes.close()
+
+    asyncio.run(story())

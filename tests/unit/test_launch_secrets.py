@@ -85,7 +85,7 @@ def test_no_command_line_holds_a_secret(monkeypatch: pytest.MonkeyPatch, engine:
 
 def test_the_relay_secret_is_the_one_of_the_run_or_else_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_FILE, "/etc/secret")
-    assert SECRET_FILE not in secrets_of_run(make_tokens(), {SECRET: "of-this-run"})
+    assert SECRET_FILE not in secrets_of_run(make_tokens(), {SECRET: "of-this-run", SECRET_FILE: ""})
     assert secrets_of_run(make_tokens(), {})[SECRET_FILE] == "/etc/secret"
 
 

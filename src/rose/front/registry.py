@@ -1,73 +1,90 @@
-"""The service registry: one private file per running service of this user, by which other commands find it.
+"""Service registry: one private file per running service of this user, by which other commands find it.
 
-An entry holds addresses and tokens, so its file has mode 0600 in a folder of mode 0700. The entry of a service that was
-killed stays behind; the next service that registers removes it. A process id has a meaning only in its PID namespace,
-and containers may share the folder, so the file's name has both, and only entries of the own namespace are read or
-removed.
+An entry holds addresses and perhaps tokens, so only its user can read it. The service keeps a lock on its entry. The
+kernel drops that lock when the process ends, however it ends, in whatever container: an entry that nobody has locked
+belongs to a service that is gone, and is removed by the first reader. A process id alone would not tell: another
+process may have it by now.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
-
-import msgspec
 
 from rose.private_files import make_private_folder, write_private
 
-NAME = re.compile(r"(\d+)-(\d+)\.json")  # PID namespace, process id
-ENTRY_BYTES_MAX = 64 << 10
-Entry = TypeVar("Entry")
+ENTRY_BYTES_MAX = 1 << 16  # an address, a model and a few tokens are less than one kilobyte
+
+
+def registry_folder(kind: str) -> Path:
+    """The folder for entries of this kind, such as `devices`, in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "rose" / kind
 
 
 @contextmanager
-def registered(folder: Path, entry: msgspec.Struct) -> Iterator[Path]:
-    """Keep the entry in the folder while this process runs the block. A folder that cannot be written is no error."""
-    path = folder / f"{_namespace()}-{os.getpid()}.json"
+def registered(folder: Path, content: bytes) -> Iterator[Path]:
+    """Keep an entry as long as the service runs. A cache that cannot be written is no reason not to serve."""
+    path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.json"
+    held: int | None = None
     with suppress(OSError):
         make_private_folder(folder)
-        sweep(folder)
-        write_private(path, msgspec.json.encode(entry))
+        held = _write_locked(path, content)
     try:
         yield path
     finally:
         with suppress(OSError):
             path.unlink()
+        if held is not None:
+            os.close(held)
 
 
-def sweep(folder: Path) -> None:
-    """Remove the entries of processes that have ended. Raises OSError."""
-    for path, process_id in _own(folder):
-        if not _is_running(process_id):
-            path.unlink(missing_ok=True)
+def entries(folder: Path) -> list[bytes]:
+    """Contents of the entries of running services, in a stable order. Removes those of services that are gone."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        with suppress(OSError):
+            content = _read_if_live(path)
+            if content is not None:
+                found.append(content)
+    return found
 
 
-def entries(folder: Path, kind: type[Entry]) -> Iterator[Entry]:
-    """Yield the entry of every running service, ordered by file name; skip files that hold something else."""
-    for path, process_id in _own(folder):
-        with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            with path.open("rb") as file:
-                content = file.read(ENTRY_BYTES_MAX)
-            entry = msgspec.json.decode(content, type=kind)
-            if _is_running(process_id):
-                yield entry
+def _write_locked(path: Path, content: bytes) -> int:
+    """Write the entry and return a descriptor that holds its lock. Raises OSError."""
+    while True:
+        write_private(path, content)
+        with suppress(FileNotFoundError):
+            held = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if _is_at(path, held):
+                return held
+            os.close(held)  # a reader found it before it was locked, and removed it
 
 
-def _own(folder: Path) -> list[tuple[Path, int]]:
-    """Return the files of this PID namespace, each with its process id."""
-    found = [(path, NAME.fullmatch(path.name)) for path in sorted(folder.glob("*.json"))]
-    return [(path, int(match[2])) for path, match in found if match is not None and match[1] == _namespace()]
+def _read_if_live(path: Path) -> bytes | None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if os.fstat(handle).st_uid != os.geteuid():
+            return None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return os.read(handle, ENTRY_BYTES_MAX)
+        if _is_at(path, handle):
+            path.unlink()
+        return None
+    finally:
+        os.close(handle)
 
 
-def _is_running(process_id: int) -> bool:
-    return Path(f"/proc/{process_id}").exists()
-
-
-def _namespace() -> str:
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid").strip("pid:[]")
-    return "0"
+def _is_at(path: Path, handle: int) -> bool:
+    """Whether this open file is the one that the path names."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(handle))
+    except FileNotFoundError:
+        return False

@@ -206,7 +206,8 @@ class Processes:
 
     async def _launch(self, command: Command, heard: Heard | None) -> Running:
         words = "\0".join(command.arguments)
-        assert not any(secret in words for secret in self._secrets.values()), "every user can read a command line"
+        told = [name for name, secret in self._secrets.items() if not name.endswith("_FILE") and secret in words]
+        assert not told, f"every user can read a command line, and {command.role}'s holds {told}"
         cores = ",".join(map(str, command.cores))
         prefix = [sys.executable, "-m", "rose.launch.child", str(os.getpid()), str(command.niceness), cores]
 

@@ -37,4 +37,5 @@ def make_tokens() -> Tokens:
 def secrets_of_run(tokens: Tokens, of_relay: Mapping[str, str]) -> dict[str, str]:
     """Return all secrets by variable. The relay's are those of this run, or else what the operator has set."""
     given = {variable: os.environ[variable] for variable in (SECRET, SECRET_FILE) if variable in os.environ}
+    of_relay = {variable: value for variable, value in of_relay.items() if value}
     return {**tokens.variables, **(of_relay or given)}

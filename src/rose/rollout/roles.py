@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -21,9 +21,8 @@ from aiohttp import web
 
 from rose.bounds import NAME_CHARACTERS_MAX, Count, Label, Text
 from rose.errors import ConfigError
-from rose.front.devices import folder as devices_folder
 from rose.front.failures import Failure
-from rose.front.registry import entries, registered
+from rose.front.registry import entries, registered, registry_folder
 from rose.front.tokens import check_bearer, token_from
 
 Role = Literal["agent", "worker", "trainer", "operator"]
@@ -91,14 +90,16 @@ def _secrets(tokens: Tokens, roles: tuple[Role, ...]) -> tuple[bytes, ...]:
 
 
 def _folder() -> Path:
-    return devices_folder().parent / "gateways"
+    return registry_folder("gateways")
 
 
 @contextmanager
 def shown(card: GatewayCard) -> Iterator[Path]:
     """Register the gateway while it runs, with the tokens that it made itself; yields the file that holds them."""
     made = {role: "" if VARIABLES[role] in os.environ else card.tokens.of(role) for role in ROLES}
-    with registered(_folder(), msgspec.structs.replace(card, tokens=Tokens(**made))) as path:
+    content = msgspec.json.encode(msgspec.structs.replace(card, tokens=Tokens(**made)))
+    entries(_folder())  # removes those of gateways that were killed
+    with registered(_folder(), content) as path:
         yield path
 
 
@@ -107,5 +108,9 @@ def token_for(role: Role, url: str) -> str | None:
     given = os.environ.get(VARIABLES[role])
     if given is not None:
         return token_from(VARIABLES[role])
-    cards = entries(_folder(), GatewayCard)
-    return next((card.tokens.of(role) for card in cards if card.url == url.rstrip("/")), None) or None
+    for content in entries(_folder()):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            card = msgspec.json.decode(content, type=GatewayCard)
+            if card.url == url.rstrip("/") and card.tokens.of(role):
+                return card.tokens.of(role)
+    return None

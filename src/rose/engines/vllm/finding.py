@@ -32,13 +32,13 @@ def folder() -> Path:
 
 
 def own_folder() -> Path:
-    """Return the folder; make it if it is missing. Raises ConfigError if it is a link or belongs to another user."""
+    """Return the folder, made if it is not there. Raises ConfigError for a link or a folder of another user."""
     found = folder()
     try:
         make_private_folder(found)
     except OSError as error:
-        hint = f"set {FOLDER_VARIABLE} to a folder of your own"
-        raise ConfigError(f"{found} cannot be used: {error.strerror or error}", hint=hint) from error
+        hint = f"name a folder of your own in {FOLDER_VARIABLE}"
+        raise ConfigError(f"{found} cannot be used: {error}", hint=hint) from error
     return found
 
 

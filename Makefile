@@ -43,7 +43,7 @@ test: venv
 
 test-all: test-slow test-vllm
 
-test-slow: venv system-packages venv-relays venv-alfworld venv-verifiers venv-trl
+test-slow: venv system-packages venv-relays venv-alfworld venv-tensorboard venv-verifiers venv-trl
 	$(BIN)/python -m pytest -m "slow and not vllm" --timeout=1200 --durations=15
 
 test-vllm: venv venv-vllm
@@ -105,6 +105,14 @@ venv-alfworld: $(VENV)/.alfworld
 $(VENV)/.alfworld: $(VENV)/.ready
 	@echo "Installing what the slow tests of ALFWorld need (compiles Fast Downward; a few minutes)."
 	@$(PIP) install -c constraints.txt -e '.[alfworld]'
+	@touch $@
+
+.PHONY: venv-tensorboard
+venv-tensorboard: $(VENV)/.tensorboard
+
+$(VENV)/.tensorboard: $(VENV)/.ready
+	@echo "Installing TensorBoard, which reads back what runs write for it."
+	@$(PIP) install -c constraints.txt -e '.[tensorboard]'
 	@touch $@
 
 # Its own, because its pins are not ours: a client of other people, which only speaks to the gateway.

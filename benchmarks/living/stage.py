@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,12 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from rose.front.tokens import OWNER_VARIABLE, ROLLOUT_VARIABLE
 from rose.launch.placement import CONTROL_NICENESS, SERVING_NICENESS, TRAINER_NICENESS
 from rose.launch.processes import URL, Command, Died, Processes, roses
+from rose.launch.role_secrets import FOR_GATEWAY, FOR_LENDER, FOR_WORKER, make_tokens
 from rose.launch.traffic import TrafficPlan
 from rose.rollout.client import GatewayClient
-from rose.rollout.roles import VARIABLES
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 SERVING_CORE, OTHER_CORES = CORES[0], CORES[1:] or CORES
@@ -68,17 +66,18 @@ class Stage:
 @asynccontextmanager
 async def staged(terms: Terms, logs: Path, *, is_lent: bool) -> AsyncIterator[Stage]:
     """Everything is up, the workers have joined and the traffic is on."""
-    made = {name: secrets.token_urlsafe(24) for name in (*VARIABLES.values(), OWNER_VARIABLE, ROLLOUT_VARIABLE)}
-    stage = Stage("", made[VARIABLES["trainer"]])
+    tokens = make_tokens()
+    stage = Stage("", tokens.trainer)
 
     def on_death(died: Died) -> None:
         stage.deaths.append(f"{died.role} ended with {died.code}")
 
-    processes = Processes(logs, made, on_death)
+    processes = Processes(logs, tokens.variables, on_death)
     try:
         ledger = str(logs / "gateway.ledger")
         arguments = roses("gateway", str(terms.rollout), "--port", "0", "--wait-s", str(WAIT_S), "--ledger", ledger)
-        gateway = await processes.start(Command("gateway", arguments, CONTROL_NICENESS, OTHER_CORES, READY))
+        command = Command("gateway", arguments, CONTROL_NICENESS, OTHER_CORES, READY, secrets=FOR_GATEWAY)
+        gateway = await processes.start(command)
         stage.url = gateway.words["url"]
         serving = await processes.start(_serving(terms, stage.url if is_lent else None))
         await processes.start(_dedicated(terms, stage.url))
@@ -96,7 +95,7 @@ def _serving(terms: Terms, gateway_url: str | None) -> Command:
         arguments += ["--lend", str(terms.rollout), "--rollout-port", "0", "--gateway", gateway_url]
         arguments += ["--worker-name", "borrowed", "--ttft-ms", f"{terms.ttft_ms:g}", "--tpot-ms", f"{terms.tpot_ms:g}"]
     # Engine and fronts part the cores among themselves.
-    return Command("serving", roses(*arguments), SERVING_NICENESS, CORES, READY)
+    return Command("serving", roses(*arguments), SERVING_NICENESS, CORES, READY, secrets=FOR_LENDER)
 
 
 def _dedicated(terms: Terms, gateway_url: str) -> Command:
@@ -104,7 +103,7 @@ def _dedicated(terms: Terms, gateway_url: str) -> Command:
     arguments = ["serve", "--lend", str(terms.rollout), "--rollout-port", "0", "--device", f"cpu:{core}"]
     arguments += ["--kv-memory-mb", str(terms.kv_memory_mb), "--set", f"engine.max_sequences={terms.sequences}"]
     arguments += ["--gateway", gateway_url, "--worker-name", "dedicated"]
-    return Command("dedicated", roses(*arguments), TRAINER_NICENESS, OTHER_CORES, READY)
+    return Command("dedicated", roses(*arguments), TRAINER_NICENESS, OTHER_CORES, READY, secrets=FOR_WORKER)
 
 
 def _traffic(terms: Terms, url: str) -> Command:

@@ -36,11 +36,16 @@ def make_private_folder(path: Path) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace the file's content, durably. Raises OSError."""
+    """Replace the file's content, durably; only this user can read it. Raises OSError."""
+    write_durable(path, content, FILE_MODE)
+
+
+def write_durable(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Replace the file's content: after a crash there is the old or the new one, whole. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with open(os.open(temporary, flags, FILE_MODE), "wb") as file:
+        with open(os.open(temporary, flags, mode), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

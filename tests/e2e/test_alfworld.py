@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 from tests.e2e import gateways
 from tests.e2e.gateways import AGENT, TRAINER, RunningGateway
+from tests.needs import marks
 
-from rose.envs.alfworld.connection import PACKAGES
 from rose.envs.alfworld.environment import Alfworld, AlfworldSettings
 from rose.envs.openai_agent import AgentTask, Door, Verdict, run_agent
 from rose.launch.rollouts import Played, Rollouts
@@ -22,13 +21,7 @@ from rose.models.presets import write_preset
 from rose.rollout.client import GatewayClient
 from rose.rollout.trainer_routes import BeginBody, FinishBody
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in PACKAGES),
-        reason="ALFWorld is not installed: pip install 'rose-rl[alfworld]'",
-    ),
-]
+pytestmark = marks("alfworld")
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.e2e.devices import children_of, eventually
 
 PATIENCE_S = 100.0
 
@@ -53,6 +54,19 @@ def test_a_device_that_cannot_start_says_why(runs):
     assert ended.returncode == 1
     assert ended.stderr.startswith("rose: the device stopped while starting:")
     assert "4095" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_killed_it_leaves_neither_the_device_nor_its_engine_running(runs):
+    flags = ("--tokens", "4000")
+    with subprocess.Popen(command(runs, *flags), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as demo:
+        assert demo.stdout is not None
+        next(line for line in demo.stdout if line.startswith(b"Ready"))
+        device = [found for found in processes_of(runs) if found != demo.pid]
+        engines = [engine for found in device for engine in children_of(found)]
+        assert len(device) == 1 and engines
+        demo.kill()
+    eventually(lambda: processes_of(runs) == [])
+    eventually(lambda: not any(Path(f"/proc/{engine}").exists() for engine in engines))
 
 
 @pytest.mark.slow

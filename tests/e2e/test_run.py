@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import resource
 import shutil
 import signal
@@ -18,7 +19,9 @@ from tests.e2e.devices import eventually
 from tests.e2e.running import Run, kill, processes_of
 
 from rose.cli.main import main
+from rose.config.environment import is_secret
 from rose.launch.past_runs import read_run
+from rose.rollout.roles import VARIABLES
 from rose.train.recipes import Recipe
 from rose.train.warmstart import make_warm_start
 
@@ -47,7 +50,10 @@ def started(runs: list[Run], folder: Path, model: Path, *overrides: str) -> Run:
 
 def test_two_steps_end_to_end(tmp_path, model, runs):
     run = started(runs, tmp_path, model)
+    run.until_said("ready: users are served")
+    tokens = told_tokens(run)
     assert run.wait() == 0, run.words
+    check_tokens_are_nowhere(run, tokens)
     summary = run.summary()
     assert summary["steps"] == 2 and summary["trajectories"] == 16
     assert (summary["lost"], summary["doubled"], summary["differing"]) == (0, 0, 0)
@@ -62,6 +68,38 @@ def test_two_steps_end_to_end(tmp_path, model, runs):
     assert {cycle["name"] for cycle in run.metrics("allocation")} == {"borrowed"}
     assert run.metrics("allocation")[-1]["usable_s"] is not None
     assert run.processes() == {}
+
+
+def told_tokens(run: Run) -> set[str]:
+    """What the processes of a run know, each no more than its role needs and none by its command line."""
+    known: dict[str, dict[str, str]] = {}
+    for process_id, command in run.processes().items():
+        variables = dict(line.partition("=")[::2] for line in _environment(process_id))
+        secrets = {name: value for name, value in variables.items() if is_secret(name)}
+        assert not any(secret in command for secret in secrets.values()), command
+        known[command] = secrets
+
+    def names(words: str) -> set[str]:
+        return {name for command, secrets in known.items() if re.search(words, command) for name in secrets}
+
+    assert names("rose gateway") == set(VARIABLES.values())
+    assert names("launch.traffic") == set()
+    assert names("rose serve --lend") == {"ROSE_WORKER_TOKEN", "ROSE_RELAY_SECRET"}
+    assert names("^(?!.*rose gateway)") == {"ROSE_WORKER_TOKEN", "ROSE_RELAY_SECRET", "ROSE_OWNER_TOKEN"}
+    return {value for secrets in known.values() for value in secrets.values()}
+
+
+def _environment(process_id: int) -> list[str]:
+    return Path(f"/proc/{process_id}/environ").read_bytes().decode().split("\0")
+
+
+def check_tokens_are_nowhere(run: Run, tokens: set[str]) -> None:
+    """Neither in what the run said nor in its folder, but for the file of the weights' secret."""
+    assert len(tokens) >= 6
+    texts = {"what it said": run.words.encode()}
+    texts |= {str(path): path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    holders = {name for name, text in texts.items() for token in tokens if token.encode() in text}
+    assert holders <= {str(run.folder / "weights.secret")}
 
 
 def check_weights(run: Run, workers: set[str]) -> None:

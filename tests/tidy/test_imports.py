@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "private_files": ["errors"],
     "clock": ["errors"],
     "core": ["errors"],
-    "config": ["errors", "bounds", "core"],
+    "config": ["errors", "bounds", "private_files", "core"],
     "observe": ["errors", "bounds", "clock", "core"],
     "models": ["errors", "bounds", "core", "config", "observe"],
     "engines": _INNER,

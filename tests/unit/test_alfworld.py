@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.needs import needs
 
 from rose.envs.alfworld import connection, official
-from rose.envs.alfworld.connection import PACKAGES, GameConnection, Host
+from rose.envs.alfworld.connection import GameConnection, Host
 from rose.envs.alfworld.environment import Alfworld, AlfworldSettings, command_of, shortened
 from rose.envs.alfworld.expert import Expert, plan_of
 from rose.envs.alfworld.households import KINDS, TOOLS, Household, draw_household, problem
@@ -36,10 +37,7 @@ def byte_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return load_model_folder(write_preset("qwen3-3m", tmp_path_factory.mktemp("model") / "m"))
 
 
-needs_games = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in PACKAGES),
-    reason="ALFWorld is not installed: pip install 'rose-rl[alfworld]'",
-)
+needs_games = needs("alfworld")
 
 # Households, without any package
 

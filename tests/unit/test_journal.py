@@ -226,3 +226,20 @@ def test_a_vocabulary_refuses_what_it_could_not_tell_apart():
         Vocabulary([Kinded])
     with pytest.raises(AssertionError, match="not a dataclass"):
         Vocabulary([int])
+
+
+@pytest.mark.parametrize(
+    "damage, why",
+    [
+        (
+            b'{"t": 1.0, "fact": {"kind": "RunResumed", "step": %d, "next_group": 0}, "decisions": []}' % (2**70),
+            "64 bits",
+        ),
+        (b"[" * 100_000, "cannot be read"),
+    ],
+)
+def test_a_line_that_could_not_be_written_again_is_corrupt(tmp_path, damage, why):
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(damage + b"\n")
+    with pytest.raises(JournalCorrupt, match=why):
+        list(read(path))

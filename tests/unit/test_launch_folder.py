@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import stat
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -140,3 +143,52 @@ def test_the_running_figure_leaves_out_what_the_run_itself_cut_off():
     for outcome, attained in (("done", True), ("timed_out", False), ("cut", False)):
         log.heard(msgspec.json.encode(Served(1.0, outcome, 1.0, 1.0, attained, 1, 1, 0.0)))
     assert log.attainment() == 0.5 and log.requests == len(written) == 2
+
+
+def test_only_its_user_may_enter_the_folder_and_read_the_secret(settings):
+    before = os.umask(0)
+    try:
+        folder = RunFolder(settings)
+        folder.write("weights.secret", "x", mode=0o600)
+        folder.close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder.path / "weights.secret").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("name", ["settings.yaml", "summary.json", "weights.secret"])
+def test_a_file_of_the_run_is_synced_before_it_is_renamed(settings, monkeypatch, name):
+    calls = []
+    fsync, replaced = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("fsync"), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (calls.append(Path(new).name), replaced(old, new)))
+    folder = RunFolder(settings)
+    folder.write("summary.json", "{}")
+    folder.write("weights.secret", "x", mode=0o600)
+    folder.close()
+    place = calls.index(name)
+    assert calls[place - 1 : place + 2] == ["fsync", name, "fsync"]
+
+
+def test_requests_of_users_take_bounded_space_and_the_newest_are_kept(settings, monkeypatch):
+    monkeypatch.setattr("rose.launch.folder.SERVING_BYTES_MAX", 100)
+    folder = RunFolder(settings)
+    for number in range(100):
+        folder.served(b'{"at_s": %d}' % number)
+    folder.close()
+    parts = sorted(folder.path.glob("serving*.jsonl"))
+    assert sum(part.stat().st_size for part in parts) <= 200
+    kept = [line["at_s"] for line in read_lines(folder.path / "serving.jsonl")]
+    assert len(kept) >= 7 and kept == list(range(100 - len(kept), 100))
+
+
+def test_full_metrics_keep_steps_and_drop_samples(settings, monkeypatch):
+    monkeypatch.setattr("rose.launch.folder.METRICS_BYTES_MAX", 100)
+    folder = RunFolder(settings)
+    for number in range(50):
+        folder.record("sample", at_s=number)
+        folder.record("step", step=number)
+    folder.close()
+    kinds = [line["kind"] for line in read_lines(folder.path / "metrics.jsonl")]
+    assert kinds.count("step") == 50 and 0 < kinds.count("sample") < 5

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -136,3 +138,56 @@ def test_turns_are_counted_over_restarts():
     assert count.observe([member | {"turns_ended": 15}])["dedicated"] == 15
     assert count.observe([])["dedicated"] == 15
     assert count.observe([member | {"turns_ended": 4}])["dedicated"] == 19, "it was restarted and counts from 0"
+
+
+TELLS = (
+    "import json, os, time; print(json.dumps(dict(os.environ)), 'ready at http://here:1', flush=True)\ntime.sleep(60)"
+)
+
+
+def test_a_process_gets_only_the_secrets_that_its_role_needs(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROSE_TRAINER_TOKEN", "of-the-operator")
+    monkeypatch.setenv("PLAIN", "for everybody")
+    secrets = {"ROSE_WORKER_TOKEN": "for-workers", "ROSE_AGENT_TOKEN": "for-agents"}
+
+    async def story() -> None:
+        processes = Processes(tmp_path, secrets, lambda died: None)
+        ready = {"url": "ready at (http)"}
+        needed = frozenset({"ROSE_WORKER_TOKEN", "ROSE_RELAY_SECRET"})
+        await processes.start(Command("worker", ("-c", TELLS), 0, (), ready, secrets=needed))
+        await processes.close()
+
+    asyncio.run(story())
+    found = json.JSONDecoder().raw_decode((tmp_path / "worker.log").read_text())[0]
+    assert found["ROSE_WORKER_TOKEN"] == "for-workers" and found["PLAIN"] == "for everybody"
+    assert not found.keys() & {"ROSE_AGENT_TOKEN", "ROSE_TRAINER_TOKEN", "ROSE_RELAY_SECRET"}
+
+
+def test_what_a_process_says_takes_bounded_space_also_without_a_newline(tmp_path, monkeypatch):
+    monkeypatch.setattr("rose.launch.processes.LOG_BYTES_MAX", 10_000)
+    monkeypatch.setattr("rose.launch.processes.LINE_BYTES_MAX", 1000)
+    code = (
+        "for n in range(5000): print(n)\nprint('x' * 3_000_000, end='')\nprint('\\nready at http://here:1', flush=True)"
+    )
+
+    async def story() -> None:
+        processes = Processes(tmp_path, {}, lambda died: None)
+        with suppress(Unavailable):  # it ends as soon as it has said so
+            await processes.start(sleeper("talker", code, is_kept=False))
+        await processes.close()
+
+    asyncio.run(story())
+    newest, older = tmp_path / "talker.log", tmp_path / "talker.1.log"
+    assert newest.read_text().endswith("ready at http://here:1\n")
+    assert newest.stat().st_size <= 10_000 and older.stat().st_size <= 100_000
+
+
+def test_a_command_line_with_a_secret_is_not_started(tmp_path):
+    async def story() -> None:
+        processes = Processes(tmp_path, {"ROSE_AGENT_TOKEN": "for-agents", "ROSE_RELAY_SECRET_FILE": "-c"}, print)
+        with pytest.raises(AssertionError, match="ROSE_AGENT_TOKEN"):
+            await processes.start(Command("x", ("-c", "pass", "--token", "for-agents")))
+        assert processes.process_ids() == {}
+        await processes.close()
+
+    asyncio.run(story())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -174,6 +175,51 @@ def test_options_of_the_environment_are_kept_and_no_others_taken(settings):
     for option, words in (("size=8", "size is not set, not 8"), ("turns_max=9", "turns_max is 12, not 9")):
         with pytest.raises(ConfigError, match=f"environment_options.{words}"):
             settings_to_resume(made.path, None, [f"environment_options.{option}"])
+
+
+EVIL = "import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\ndef play(client, task): ...\n"
+
+
+@pytest.fixture
+def agents_folder(settings: RunSettings, tmp_path: Path) -> Iterator[RunFolder]:
+    """A run whose settings name code, as somebody may send it."""
+    (tmp_path / "agent.py").write_text(EVIL)
+    made = RunFolder(replace(settings, agent=str(tmp_path / "agent.py:play")))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("part", ["", "settings.yaml"])
+@pytest.mark.parametrize("how", ["another user's", "writable by all"])
+def test_code_that_another_user_may_have_named_is_not_imported(agents_folder, tmp_path, part, how, monkeypatch):
+    path = agents_folder.path
+    if how == "writable by all":
+        (path / part).chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(path / part, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="name code to run") as refused:
+        settings_to_resume(path)
+    assert not (tmp_path / "agent.ran").exists()
+    assert refused.value.hint is not None and "--set agent=" in refused.value.hint
+    with pytest.raises(ConfigError, match="name code to run"):
+        settings_to_resume(path, overrides=["agent=other.py:play"])
+    agent = f"{tmp_path}/agent.py:play"
+    assert settings_to_resume(path, overrides=[f"agent={agent}"]).agent == agent
+
+
+def test_code_named_by_a_folder_of_this_user_is_imported(agents_folder, tmp_path):
+    assert settings_to_resume(agents_folder.path).agent == f"{tmp_path}/agent.py:play"
+    assert (tmp_path / "agent.ran").exists()
+
+
+def test_an_interpreter_that_another_user_may_have_named_is_refused(settings):
+    made = RunFolder(replace(settings, vllm_python="/tmp/python"))
+    made.close()
+    made.path.chmod(0o770)
+    with pytest.raises(ConfigError, match="vllm_python is /tmp/python"):
+        settings_to_resume(made.path)
 
 
 def test_steps_may_grow_only(folder):

@@ -8,6 +8,7 @@ import types
 from types import SimpleNamespace
 
 import pytest
+from tests.needs import needs
 from tests.unit.launch_lines import run_lines, step
 
 from rose.errors import ConfigError
@@ -85,10 +86,10 @@ def test_what_a_step_does_not_know_is_no_curve():
     assert dict(scalars("sample", {"at_s": 1.0})) == {}
 
 
-@pytest.mark.slow
+@needs("tensorboard")
 def test_tensorboard_reads_it_back(tmp_path):
-    reason = "TensorBoard is not installed: its files are not read back (pip install 'rose-rl[tensorboard]')"
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=reason)
+    from tensorboard.backend.event_processing import event_accumulator as accumulator
+
     tracker = open_tracker(ON, tmp_path)
     tracker.told("step", step(4, 0.0))
     tracker.close()

@@ -102,7 +102,7 @@ def test_an_unknown_name_gets_the_nearest() -> None:
     [
         ("a misspelt key", {"per_sequnce_s": 1.0}, "did you mean 'per_sequence_s'"),
         ("a wrong type", {"fixed_s": "fast"}, "not a step profile"),
-        ("a negative cost", {"fixed_s": -1.0}, "fixed_s is -1.0"),
+        ("a negative cost", {"fixed_s": -1.0}, r"at `\$\.fixed_s`"),
         ("no memory", {"kv_memory_bytes": 1}, "does not hold one block"),
         ("no blocks", {"block_tokens": 0}, "does not hold one block"),
         ("an unknown shape", {"shape": "cone"}, "not a step profile"),

@@ -338,8 +338,8 @@ def test_what_is_not_a_board_is_refused(path: Path, tmp_path: Path) -> None:
 def test_a_desk_carries_wishes_one_way_and_the_state_the_other(tmp_path: Path) -> None:
     wishes, read_wishes = control_sheet(tmp_path, create=True), control_sheet(tmp_path)
     assert read_wishes.read() == (0, None)
-    number = wishes.write(Control(tokens=5, sequences=2, until_s=math.inf, kv_bytes=None))
-    assert read_wishes.read() == (number, Control(5, 2, math.inf))
+    number = wishes.write(Control(tokens=5, sequences=2, until_s=1e12, kv_bytes=None))
+    assert read_wishes.read() == (number, Control(5, 2, 1e12))
     state = status_sheet(tmp_path, create=True)
     state.write(Status(7, done=number, why="é" * 100))
     assert status_sheet(tmp_path).read()[1] == Status(7, done=number, why="é" * 100)

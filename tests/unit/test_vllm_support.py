@@ -89,9 +89,9 @@ def test_nothing_but_the_schedulers_needs_vllm() -> None:
 
 
 def test_a_rollout_engine_on_a_cpu_shares_its_process_with_its_worker(tmp_path: Path) -> None:
-    engine = RolloutEngine(tmp_path, "cpu:1-2", port=9, step_tokens=64, max_sequences=8)
-    words = " ".join(starting.command(engine))
-    flags = ("rose.engines.vllm.RolloutScheduler", "UniProcExecutor", "--host 127.0.0.1", "--no-async-scheduling")
+    engine = RolloutEngine(tmp_path, "cpu:1-2", step_tokens=64, max_sequences=8)
+    words = " ".join(starting.command(engine, tmp_path))
+    flags = ("rose.engines.vllm.RolloutScheduler", "UniProcExecutor", f"--uds {tmp_path}", "--no-async-scheduling")
     for wanted in (*flags, "--logprobs-mode processed_logprobs", "--max-num-batched-tokens 64"):
         assert wanted in words
     environment = starting.environment(engine, tmp_path)
@@ -100,8 +100,8 @@ def test_a_rollout_engine_on_a_cpu_shares_its_process_with_its_worker(tmp_path: 
 
 
 def test_on_a_gpu_vllm_chooses_for_itself(tmp_path: Path) -> None:
-    engine = RolloutEngine(tmp_path, "cuda:3", port=9)
-    words = " ".join(starting.command(engine))
+    engine = RolloutEngine(tmp_path, "cuda:3")
+    words = " ".join(starting.command(engine, tmp_path))
     assert "UniProcExecutor" not in words and "float32" not in words
     assert "--gpu-memory-utilization 0.01" in words, "most of it is serving's"
     assert starting.environment(engine, tmp_path)["CUDA_VISIBLE_DEVICES"] == "3"
@@ -136,7 +136,7 @@ def test_further_flags_of_vllm_come_last(tmp_path: Path, monkeypatch: pytest.Mon
     lend.configure(parser)
     words = ["vllm", "--rollout-model", str(tmp_path), "--vllm-flag=--dtype=bfloat16", "--vllm-flag=--seed=3"]
     assert lend.run(parser.parse_args(words)) == 0
-    assert starting.command(asked[0].engine)[-2:] == ["--dtype=bfloat16", "--seed=3"]
+    assert starting.command(asked[0].engine, Path("desk"))[-2:] == ["--dtype=bfloat16", "--seed=3"]
 
 
 def test_desks_of_killed_agents_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ class Engine:
     def __init__(self, folder: Path) -> None:
         self._control, self._status = control_sheet(folder, create=True), status_sheet(folder, create=True)
         self._status.write(Status(1, version="old"))
-        self.worker = VllmWorker("http://nobody", folder, self._control, lambda: True)
+        self.worker = VllmWorker(folder / "http", folder, self._control, lambda: True)
         self.worker._status_sheet = status_sheet(folder)
         self.worker._version = "old"
         self.worker._call = self._call  # type: ignore[method-assign]

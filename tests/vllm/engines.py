@@ -18,7 +18,8 @@ from typing import Any
 
 import aiohttp
 
-from rose.engines.vllm.starting import IN_PROCESS, MODULE, RolloutEngine, free_port
+from rose.engines.vllm.starting import IN_PROCESS, MODULE, RolloutEngine
+from rose.launch.processes import free_port
 
 PYTHON = os.environ.get("ROSE_VLLM_PYTHON", "")
 CORE = max(os.sched_getaffinity(0))

@@ -77,7 +77,7 @@ class VllmWorkers:
             self._engine = None
         elif engine.worker._is_closed:
             control = engine.worker._sheet
-            engine.worker = await VllmWorker.attach(engine.url, engine.folder, control, lambda: engine.is_running)
+            engine.worker = await VllmWorker.attach(engine.socket, engine.folder, control, lambda: engine.is_running)
             engine.worker.is_seeded = False
 
     async def _start(self) -> EngineProcess:

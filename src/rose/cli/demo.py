@@ -1,8 +1,8 @@
 """`rose demo`: a device on a small model, from nothing to streamed tokens, in one command.
 
 It makes the model if it is not there yet, starts `rose serve` on a free port as a child, asks for one completion, shows
-the tokens as they come, and stops the device, whatever happens in between. It talks to the device as any client
-would, over HTTP, and needs nothing but the standard library for it.
+the tokens as they come, and stops the device, whatever happens in between; if the demo is killed, the kernel ends the
+device too. It talks to the device as any client would, over HTTP, and needs nothing but the standard library for it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def _model(folder: Path) -> Path:
 @contextlib.contextmanager
 def _device(model: Path, device: str, port: int, log: Path) -> Iterator[float]:
     """A running `rose serve`; yields the seconds it took to answer."""
-    command = [sys.executable, "-m", "rose", "serve", str(model), "--device", device, "--port", str(port)]
+    tied = [sys.executable, "-m", "rose.launch.child", str(os.getpid()), "0", ""]  # ends when this process ends
+    command = [*tied, sys.executable, "-m", "rose", "serve", str(model), "--device", device, "--port", str(port)]
     log.parent.mkdir(parents=True, exist_ok=True)
     began_s, child = time.monotonic(), None
     try:

@@ -6,10 +6,8 @@ Keys are strict at every level: a misspelt key that was ignored would cost someb
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import math
-import os
 import re
 import types
 import typing
@@ -21,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from rose.config import text
 from rose.config.schema import METADATA_KEY, Limits
 from rose.errors import ConfigError, Unavailable
+from rose.private_files import write_durable
 
 Settings = TypeVar("Settings")
 
@@ -56,14 +55,10 @@ def write_resolved(settings: Any, run_folder: str | Path) -> Path:
     """
     folder = Path(run_folder)
     path = folder / RESOLVED_NAME
-    unfinished = path.with_suffix(f".{os.getpid()}.part")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text.write(asdict(settings)), encoding="utf-8")
-        unfinished.replace(path)
+        write_durable(path, text.write(asdict(settings)).encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
         hint = "free some space; what was there before is whole"
         raise Unavailable(f"{path} cannot be written: {error.strerror}", hint=hint) from error
     return path

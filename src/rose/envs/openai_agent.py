@@ -13,7 +13,7 @@ exists needs no change: it may use tools, think in several requests, or have a t
 
 The reward is what the task's environment gave, or what the function returns: a number, or a `Verdict`. An `async`
 function is given the asynchronous client. An agent runs in a thread of its own and may raise, hang or return nonsense:
-then its episode is lost (`AgentFailed`), and nothing else.
+then its episode is lost (`AgentFailed`), and nothing else. A gateway that is away for a while costs it only time.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from rose.envs.base import (
     sensible_outcome,
     sensible_text,
 )
+from rose.envs.retrying import patient
 from rose.errors import ConfigError, RoseError
 
 SESSION_HEADER = "X-Session-ID"
 CLIENT, CLIENT_HINT = "openai", "pip install openai"
-RETRIES_MAX = 8
-"""A request that is sent again is recognised by the gateway, so trying again costs nothing."""
+PATIENCE_S = 120.0  # with a gateway that is away: a restart takes seconds, a machine that boots a minute
 
 Agent = Callable[[Any, "AgentTask"], Any]
 
@@ -54,11 +54,15 @@ class AgentFailed(EnvironmentFailed):
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where the agent's requests go: the gateway, an agent's token for it, and the model's name there."""
+    """Where the agent's requests go: the gateway, an agent's token for it, and the model's name there.
+
+    A request that fails is sent again for `patience_s`.
+    """
 
     url: str
     token: str
     model: str
+    patience_s: float = PATIENCE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,29 +176,24 @@ def _run(agent: Agent, door: Door, trajectory_id: str, task: AgentTask) -> Any:
 
 
 async def _awaited(agent: Agent, door: Door, trajectory_id: str, task: AgentTask) -> Any:
-    async def answered(reply: Any) -> None:
-        task.answered(reply)
-
-    async with _client("Async", door, trajectory_id, answered) as client:
+    async with _client("Async", door, trajectory_id, task.answered) as client:
         return await agent(client, task)
 
 
-def _client(kind: str, door: Door, trajectory_id: str, answered: Callable[[Any], Any]) -> Any:
+def _client(kind: str, door: Door, trajectory_id: str, answered: Callable[[Any], None]) -> Any:
     """`kind` is "Async", or nothing."""
     try:
         openai = importlib.import_module(CLIENT)
     except ImportError as error:
         what = f"an agent written against the OpenAI client needs the package {CLIENT}"
         raise ConfigError(what, hint=CLIENT_HINT) from error
-    http = getattr(openai, f"Default{kind}HttpxClient")(
-        verify=_certificates(), event_hooks={"response": [answered]}, follow_redirects=True
-    )
+    http = patient(getattr(openai, f"Default{kind}HttpxClient"), door.patience_s, answered)
     return getattr(openai, f"{kind}OpenAI")(
         base_url=f"{door.url.rstrip('/')}/v1",
         api_key=door.token,
         default_headers={SESSION_HEADER: trajectory_id},
-        max_retries=RETRIES_MAX,
-        http_client=http,
+        max_retries=0,  # its own count of tries ends after half a minute
+        http_client=http(verify=_certificates(), follow_redirects=True),
     )
 
 

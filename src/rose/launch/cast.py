@@ -6,45 +6,29 @@
     dedicated    runs rollouts and nothing else
     traffic      the users
 
-Ports are free ones, tokens are made for this run and travel in the environment. The serving device and the gateway have
-the same port for the whole run, so that those who use them find them again after a restart; the gateway has a ledger
-in the run's folder, and goes on from there.
+Ports are free ones, tokens are made for this run and travel in the environment (role_secrets.py). The serving device
+and the gateway have the same port for the whole run, so that those who use them find them again after a restart; the
+gateway has a ledger in the run's folder, and goes on from there.
 """
 
 from __future__ import annotations
 
-import secrets
-import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
 
 from rose.config.device import cores_of
 from rose.config.text import as_override
-from rose.front.tokens import OWNER_VARIABLE, ROLLOUT_VARIABLE
 from rose.launch import vllm_cast
 from rose.launch.placement import CONTROL_NICENESS, SERVING_NICENESS, TRAINER_NICENESS, Placement
-from rose.launch.processes import URL, Command, roses
+from rose.launch.processes import URL, Command, free_port, roses
+from rose.launch.role_secrets import FOR_GATEWAY, FOR_LENDER, FOR_WORKER
 from rose.launch.settings import RunSettings
 from rose.launch.traffic import TrafficPlan
-from rose.rollout.roles import VARIABLES
 
 GATEWAY, BORROWED, LENDER, DEDICATED, TRAFFIC = "gateway", "borrowed", "lender", "dedicated", "traffic"
 WAIT_S = 600.0  # a turn waits for a worker as long as a job does; what never comes is found by the job's own patience
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    agent: str
-    trainer: str
-    owner: str
-    variables: dict[str, str]
-
-
-def make_tokens() -> Tokens:
-    made = {variable: secrets.token_urlsafe(24) for variable in (*VARIABLES.values(), OWNER_VARIABLE, ROLLOUT_VARIABLE)}
-    return Tokens(made[VARIABLES["agent"]], made[VARIABLES["trainer"]], made[OWNER_VARIABLE], made)
 
 
 def gateway(model: Path, settings: RunSettings, placement: Placement, ledger: Path) -> Command:
@@ -54,13 +38,8 @@ def gateway(model: Path, settings: RunSettings, placement: Placement, ledger: Pa
     if settings.asynchrony.is_used:
         arguments += ("--set", f"max_staleness={settings.asynchrony.max_staleness}")
     patterns = {"url": rf"ready at {URL}"}
-    return Command(GATEWAY, arguments, CONTROL_NICENESS, placement.others, patterns, is_kept=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    cores = placement.others
+    return Command(GATEWAY, arguments, CONTROL_NICENESS, cores, patterns, is_kept=True, secrets=FOR_GATEWAY)
 
 
 def borrowed(serving: Path, rollout: Path, settings: RunSettings, placement: Placement, gateway_url: str) -> Command:
@@ -70,13 +49,14 @@ def borrowed(serving: Path, rollout: Path, settings: RunSettings, placement: Pla
     arguments = ["serve", str(serving), "--port", str(free_port()), "--device", placement.serving]
     arguments += ["--kv-memory-mb", str(settings.serving.kv_memory_mb)]
     arguments += ["--set", f"engine.max_context_tokens={settings.serving.max_context_tokens}"]
-    patterns = {"url": rf"ready at {URL}"}
+    patterns, secrets = {"url": rf"ready at {URL}"}, frozenset[str]()
     if settings.serving.is_borrowed:
+        secrets = FOR_LENDER
         lend = [as_override(f"lend.{key}", value) for key, value in asdict(settings.serving.lend).items()]
         arguments += ["--lend", str(rollout), "--rollout-port", "0", "--gateway", gateway_url]
         arguments += ["--worker-name", BORROWED]
         arguments += [word for override in lend for word in ("--set", override)]
-    return Command(BORROWED, roses(*arguments), SERVING_NICENESS, (), patterns, is_kept=True)
+    return Command(BORROWED, roses(*arguments), SERVING_NICENESS, (), patterns, is_kept=True, secrets=secrets)
 
 
 def lender(rollout: Path, settings: RunSettings, placement: Placement, gateway_url: str, url: str) -> Command | None:
@@ -99,8 +79,8 @@ def dedicated(rollout: Path, settings: RunSettings, placement: Placement, gatewa
     arguments = ["serve", "--lend", str(rollout), "--rollout-port", "0", "--device", placement.worker]
     arguments += ["--kv-memory-mb", str(settings.worker.kv_memory_mb), "--gateway", gateway_url]
     arguments += ["--worker-name", DEDICATED, "--set", f"engine.max_sequences={settings.worker.max_sequences}"]
-    patterns = {"url": rf"ready at {URL}"}
-    return Command(DEDICATED, roses(*arguments), TRAINER_NICENESS, cores_of(placement.worker), patterns, is_kept=True)
+    patterns, cores = {"url": rf"ready at {URL}"}, cores_of(placement.worker)
+    return Command(DEDICATED, roses(*arguments), TRAINER_NICENESS, cores, patterns, is_kept=True, secrets=FOR_WORKER)
 
 
 def traffic(settings: RunSettings, placement: Placement, url: str) -> Command:

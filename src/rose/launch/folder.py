@@ -3,15 +3,19 @@
     runs/NAME/
       settings.yaml     every setting in force
       metrics.jsonl     one line per step, evaluation, sample and event
-      serving.jsonl     one line per request of a user
+      serving.jsonl     one line per request of a user; the newest only (serving.1.jsonl has those before)
       journal.jsonl     the facts about trajectories and what was decided on groups
       summary.json      the figures of the whole run
       report.html       the same as pictures; opens anywhere, loads nothing
       weights/          the relay: the newest versions of the weights, whole and as changes
       weights.secret    what they are signed with, unless the environment has it
       checkpoints/      the newest checkpoints
-      logs/             what every process said
+      logs/             what every process said, the newest part of it
       run.lock          held while the run goes on
+
+Only its user may enter the folder. A run can go on for months, so the files that grow with time are bounded: the oldest
+lines of serving.jsonl and of the logs are dropped, and a metrics.jsonl that is full takes only the lines that say where
+the run is.
 
 A name is used once: a run never writes into the folder of another. Only `rose run --resume` goes on in a folder that is
 there; what it writes comes behind what was written before.
@@ -19,8 +23,8 @@ there; what it writes comes behind what was written before.
 
 from __future__ import annotations
 
-import os
 import shutil
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -31,12 +35,20 @@ import msgspec
 from rose.config.load import write_resolved
 from rose.envs.agents import lasting_name
 from rose.errors import ConfigError, Unavailable
+from rose.launch.ending import ENDED
 from rose.launch.locking import RunLock
+from rose.launch.rotating import RotatingFile
 from rose.launch.settings import RunSettings
 from rose.launch.tracking import open_tracker
-from rose.observe.journal import Journal, end_of_last_line
+from rose.observe.journal import Journal
+from rose.private_files import FOLDER_MODE, write_durable
 
 _encoder = msgspec.json.Encoder()
+SERVING_BYTES_MAX = 64 << 20  # some 400,000 requests, twice; the summary reads all of them into memory
+METRICS_BYTES_MAX = 64 << 20  # five days of samples; a step is some 2 KB and is written in any case
+KEPT_KINDS = frozenset(
+    {"step", "balance", "sync", "weights", "evaluation", "costs", "lending", "finished", "resume", ENDED}
+)
 
 
 class RunFolder:
@@ -55,12 +67,16 @@ class RunFolder:
         write_resolved(in_force(settings, self.name), self.path)
         self.journal = Journal(self.path / "journal.jsonl")
         self._metrics = Lines(self.path / "metrics.jsonl")
-        self._serving = Lines(self.path / "serving.jsonl")
+        self._serving = Lines(self.path / "serving.jsonl", SERVING_BYTES_MAX)
         self._tracker = open_tracker(settings.tracking, self.path)
 
     def record(self, kind: str, **values: Any) -> None:
-        """One line of metrics. Raises Unavailable on a full disk."""
-        self._metrics.append(_encoder.encode({"kind": kind, **values}))
+        """Append one line of metrics, unless the file is full and a run can do without it.
+
+        Raises Unavailable on a full disk.
+        """
+        if self._metrics.size_bytes < METRICS_BYTES_MAX or kind in KEPT_KINDS:
+            self._metrics.append(_encoder.encode({"kind": kind, **values}))
         if self._tracker is not None:
             self._tracker.told(kind, values)
 
@@ -71,15 +87,11 @@ class RunFolder:
         self.journal.append(time.monotonic(), fact, decisions)
 
     def write(self, name: str, text: str, mode: int = 0o644) -> Path:
-        """A whole file or none."""
+        """Write a file, durably: after a crash it is whole or not there. Raises Unavailable on a full disk."""
         path = self.path / name
-        unfinished = path.with_name(f".{name}.{os.getpid()}")
         try:
-            unfinished.touch(mode=mode)
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(path)
+            write_durable(path, text.encode(), mode)
         except OSError as error:
-            unfinished.unlink(missing_ok=True)
             raise _full(path, error) from error
         return path
 
@@ -101,27 +113,22 @@ class RunFolder:
 class Lines:
     """A file of JSON lines. A line is written whole or cut off again."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._bytes = end_of_last_line(self._file)
-        os.ftruncate(self._file, self._bytes)  # what a power cut left of a line
+    def __init__(self, path: Path, bytes_max: int = sys.maxsize) -> None:
+        self._path, self._file = path, RotatingFile(path, bytes_max)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._file.size_bytes
 
     def append(self, line: bytes) -> None:
-        data = line + b"\n"
+        """Raises Unavailable on a full disk."""
         try:
-            written = os.write(self._file, data)
+            self._file.write(line + b"\n")
         except OSError as error:
             raise _full(self._path, error) from error
-        if written < len(data):
-            os.ftruncate(self._file, self._bytes)
-            raise _full(self._path, None)
-        self._bytes += written
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
 
 def by_number(path: Path) -> tuple[int, str]:
@@ -142,7 +149,7 @@ def in_force(settings: RunSettings, name: str) -> RunSettings:
 
 def _make(path: Path) -> None:
     try:
-        path.mkdir(parents=True)
+        path.mkdir(mode=FOLDER_MODE, parents=True)
     except FileExistsError as error:
         hint = f"give this one another name: --name NAME; or go on with that one: rose run --resume {path}"
         raise ConfigError(f"there is a run {path} already", hint=hint) from error
@@ -152,6 +159,6 @@ def _make(path: Path) -> None:
         ) from error
 
 
-def _full(path: Path, error: OSError | None) -> Unavailable:
-    reason = error.strerror if error is not None else "the disk is full"
-    return Unavailable(f"{path} cannot be written: {reason}", hint="free some space; what was written so far is whole")
+def _full(path: Path, error: OSError) -> Unavailable:
+    hint = "free some space; what was written so far is whole"
+    return Unavailable(f"{path} cannot be written: {error.strerror}", hint=hint)

@@ -33,6 +33,7 @@ from rose.launch.placement import CONTROL_NICENESS, TRAINER_NICENESS, Placement,
 from rose.launch.processes import Died, Processes
 from rose.launch.progress import Screen
 from rose.launch.resuming import start_of
+from rose.launch.role_secrets import make_tokens, secrets_of_run
 from rose.launch.rollouts import Rollouts
 from rose.launch.serving import ServingLog
 from rose.launch.settings import RunSettings
@@ -116,11 +117,11 @@ class _Stage:
     ) -> None:
         self._settings, self._placement, self._folder, self._screen = settings, placement, folder, screen
         self._start = start
-        self._tokens = cast.make_tokens()
+        self._tokens = make_tokens()
         self._aside = Aside("trainer", TRAINER_NICENESS, placement.others)
         self._learner = Learner(self._aside, settings, folder, start)
-        variables = self._tokens.variables | self._learner.publishing.variables
-        self.processes = Processes(folder.logs, variables, self._died)
+        secrets = secrets_of_run(self._tokens, self._learner.publishing.variables)
+        self.processes = Processes(folder.logs, secrets, self._died)
         self._serving = ServingLog(self._served)
         self._processor_time = ProcessorTime()
         self._lending: Lending | None = None

@@ -4,8 +4,9 @@ Each has a session of its own, so that Ctrl-C reaches the run only, which then e
 with the run, however that ends (see child.py). They are started from a thread that is kept for this: it keeps the
 priority and the cores that the run itself has given up, and the kernel ties a child's life to the thread that made it.
 
-What a process says goes to its log in the run folder. One that is *kept* is started again when it dies, unless it died
-too often within a short time; the death of any other ends the run, with its last words.
+What a process says goes to its log in the run folder, of which the newest megabytes are kept. One that is *kept* is
+started again when it dies, unless it died too often within a short time; the death of any other ends the run, with its
+last words.
 """
 
 from __future__ import annotations
@@ -15,21 +16,26 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rose.config.environment import without_secrets
 from rose.errors import Unavailable
+from rose.launch.rotating import RotatingFile
 
 START_S_MAX = 180.0  # a first start compiles the kernels; later ones find them in the cache
 POLITE_S_MAX, STOP_S_MAX = 1.0, 10.0
 DEATHS_MAX, DEATHS_WITHIN_S = 5, 120.0
 PAUSE_S = 0.5
 TAIL_CHARACTERS = 1500
+LINE_BYTES_MAX = 1 << 20  # what comes without a newline is cut there
+LOG_BYTES_MAX = 16 << 20  # of one file; with the one before it a process keeps at most twice that
 URL = r"(http://[^\s/]+)"
 
 
@@ -44,6 +50,7 @@ class Command:
     patterns: dict[str, str] = field(default_factory=dict)
     is_kept: bool = False
     input: bytes | None = None
+    secrets: frozenset[str] = frozenset()  # variables of the run's secrets that it needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ class Running:
         self.ended = asyncio.get_running_loop().create_future()
         self._heard, self._rest = heard, b""
         self._news = asyncio.Event()
-        self._file = log.open("ab", buffering=0)
+        self._file = RotatingFile(log, LOG_BYTES_MAX)
         self._watch_end()
         self._watch_words()
 
@@ -106,7 +113,9 @@ class Running:
 
     def tail(self) -> str:
         try:
-            return self.log.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS:].strip()
+            with self.log.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_CHARACTERS))
+                return file.read().decode(errors="replace").strip()
         except OSError:
             return "(it said nothing)"
 
@@ -143,6 +152,8 @@ class Running:
 
     def _take(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LINE_BYTES_MAX:
+            lines, self._rest = [*lines, self._rest], b""
         for line in lines:
             if self._heard is not None and line.startswith(b"{"):
                 self._heard(line)
@@ -158,9 +169,9 @@ class Running:
 class Processes:
     """All of a run's. `on_death` hears of every one that ends by itself."""
 
-    def __init__(self, logs: Path, variables: dict[str, str], on_death: Callable[[Died], None]) -> None:
+    def __init__(self, logs: Path, secrets: Mapping[str, str], on_death: Callable[[Died], None]) -> None:
         self.failed: asyncio.Future[Unavailable] = asyncio.get_running_loop().create_future()
-        self._logs, self._variables, self._on_death = logs, variables, on_death
+        self._logs, self._secrets, self._on_death = logs, secrets, on_death
         self._starter = ThreadPoolExecutor(1, "starter")
         self._running: dict[str, Running] = {}
         self._keepers: list[asyncio.Task[None]] = []
@@ -194,6 +205,9 @@ class Processes:
         self._starter.shutdown()
 
     async def _launch(self, command: Command, heard: Heard | None) -> Running:
+        words = "\0".join(command.arguments)
+        told = [name for name, secret in self._secrets.items() if not name.endswith("_FILE") and secret in words]
+        assert not told, f"every user can read a command line, and {command.role}'s holds {told}"
         cores = ",".join(map(str, command.cores))
         prefix = [sys.executable, "-m", "rose.launch.child", str(os.getpid()), str(command.niceness), cores]
 
@@ -203,7 +217,7 @@ class Processes:
                 stdin=subprocess.PIPE if command.input is not None else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=os.environ | self._variables,
+                env=self._environment(command),
                 start_new_session=True,
             )
             if command.input is not None:
@@ -221,6 +235,11 @@ class Processes:
             raise
         self._running[command.role] = found = Running(command, process, self._log(command), heard)
         return found
+
+    def _environment(self, command: Command) -> dict[str, str]:
+        """Return the environment of this process with only those secrets that the command needs."""
+        needed = {name: value for name, value in self._secrets.items() if name in command.secrets}
+        return without_secrets(os.environ) | needed
 
     def _log(self, command: Command) -> Path:
         return self._logs / f"{command.role}.log"
@@ -252,3 +271,10 @@ class Processes:
 def roses(*arguments: str) -> tuple[str, ...]:
     """The command line of one of our own commands."""
     return ("-m", "rose", *arguments)
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

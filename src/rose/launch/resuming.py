@@ -8,11 +8,16 @@ are played anew, and with an engine that computes alike in every batch they come
 Nothing that was under way is kept. The gateway begins with an empty ledger, so that no trajectory of a step that is
 played anew can come twice; the weights are published anew, in an epoch of their own, so that nobody takes what the
 killed trainer left half done.
+
+The settings of a run may name code: an agent to import, an interpreter to start. A folder that another user owns or may
+write to is believed only if the command line names the same code.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +25,7 @@ from typing import Any
 
 from rose.config import text
 from rose.config.load import RESOLVED_NAME
+from rose.envs.agents import lasting_name
 from rose.errors import ConfigError, ModelError
 from rose.launch.folder import RunFolder, by_number, in_force
 from rose.launch.past_runs import METRICS, REPORT, SUMMARY, flattened
@@ -28,6 +34,8 @@ from rose.launch.start import Start, read_start
 from rose.launch.summing_up import read_lines
 from rose.launch.superseding import counted
 
+CODE_SETTINGS = ("agent", "vllm_python")  # what they name is imported or started
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 BROKEN = ".broken-"
 """What is named so is neither counted nor pruned; the next resume takes it away."""
 
@@ -37,6 +45,7 @@ def settings_to_resume(path: Path, given: Path | None = None, overrides: Sequenc
     if not (path / RESOLVED_NAME).is_file():
         hint = "name the folder of a run, as in rose run --resume runs/NAME; `rose runs ls` lists them"
         raise ConfigError(f"there is no run to go on with in {path}: it has no {RESOLVED_NAME}", hint=hint)
+    _check_code(path, overrides)
     place = [text.as_override("name", path.name), text.as_override("runs", str(path.parent))]
     known = load_run_settings(path / RESOLVED_NAME, place)
     tree = text.read_file(given) if given is not None else None
@@ -45,6 +54,35 @@ def settings_to_resume(path: Path, given: Path | None = None, overrides: Sequenc
     known, wanted = (in_force(found, found.name or path.name) for found in (known, wanted))
     _check_same(known, wanted)
     return wanted
+
+
+def _check_code(path: Path, overrides: Sequence[str]) -> None:
+    """Refuse to run code that only a folder names which another user could have written. Raises ConfigError.
+
+    The code is allowed if the command line names it too.
+    """
+    tree = text.read_file(path / RESOLVED_NAME)
+    named = {".".join(keys): value for keys, value in map(text.parse_override, overrides)}
+    for key in CODE_SETTINGS:
+        code = tree.get(key) if isinstance(tree, dict) else None
+        if not isinstance(code, str) or _is_same_code(code, named.get(key)):
+            continue
+        if why := _not_ours(path) or _not_ours(path / RESOLVED_NAME):
+            hint = f"if you trust it, name it yourself: rose run --resume {path} --set {text.as_override(key, code)}"
+            what = f"the settings of the run in {path} name code to run ({key} is {code}), and {why}"
+            raise ConfigError(what, hint=hint)
+
+
+def _is_same_code(code: str, named: object) -> bool:
+    return isinstance(named, str) and lasting_name(named) == lasting_name(code)
+
+
+def _not_ours(path: Path) -> str:
+    """Return why others may have written this, or nothing."""
+    status = path.stat()
+    if status.st_uid != os.geteuid():
+        return f"{path} belongs to another user (uid {status.st_uid})"
+    return f"other users may write to {path}" if status.st_mode & WRITABLE_BY_OTHERS else ""
 
 
 def _check_same(known: RunSettings, wanted: RunSettings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -18,7 +19,7 @@ class ServingLog:
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self.requests = 0
         self._write = write
-        self._verdicts: list[bool] = []
+        self._verdicts: deque[bool] = deque(maxlen=RECENT)
 
     def heard(self, line: bytes) -> None:
         """One line of the traffic's."""
@@ -31,5 +32,4 @@ class ServingLog:
         self._write(line)
 
     def attainment(self) -> float | None:
-        recent = self._verdicts[-RECENT:]
-        return sum(recent) / len(recent) if recent else None
+        return sum(self._verdicts) / len(self._verdicts) if self._verdicts else None

@@ -17,6 +17,7 @@ from rose.launch.figures import summary_of
 from rose.launch.folder import RunFolder
 from rose.launch.report import html_report
 from rose.launch.report_tables import usd_pair
+from rose.launch.rotating import before
 from rose.launch.superseding import counted
 
 
@@ -44,12 +45,14 @@ def priced_by(settings: Path) -> tuple[CostSettings, float]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines; one that is torn at the end is read up to there."""
+    """Return the lines of a file of JSON lines and of its older part; a line that is torn is left out."""
+    older = before(path)
+    data = (older.read_bytes() if older.exists() else b"") + path.read_bytes()
     found = []
-    for line in path.read_bytes().split(b"\n"):
+    for line in data.split(b"\n"):
         try:
             found.append(msgspec.json.decode(line))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
     return found
 

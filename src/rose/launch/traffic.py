@@ -17,6 +17,7 @@ from typing import TextIO
 
 import msgspec
 
+from rose.bounds import Count, Finite, Label, Seconds, Serial, Text
 from rose.load.driver import OpenLoop
 from rose.load.generators import generated
 from rose.load.progress import Progress
@@ -26,25 +27,25 @@ from rose.load.run import Plan, run_load
 
 
 class TrafficPlan(msgspec.Struct, frozen=True):
-    url: str
-    source: str
-    seed: int
-    duration_s: float
-    ttft_s: float
-    tpot_s: float
+    url: Text
+    source: Text
+    seed: Serial
+    duration_s: Seconds
+    ttft_s: Seconds
+    tpot_s: Seconds
 
 
 class Served(msgspec.Struct, frozen=True, tag="served"):
     """One request of a user. Times are milliseconds; None where there is nothing to measure."""
 
-    at_s: float  # when it should have come, on the monotonic clock
-    outcome: str
-    ttft_ms: float | None
-    tpot_ms: float | None
+    at_s: Finite  # when it should have come, on the monotonic clock
+    outcome: Label
+    ttft_ms: Finite | None
+    tpot_ms: Finite | None
     attained: bool | None
-    prompt_tokens: int
-    output_tokens: int
-    late_ms: float
+    prompt_tokens: Count
+    output_tokens: Count
+    late_ms: Finite
 
 
 _encoder = msgspec.json.Encoder()

@@ -16,10 +16,11 @@ from typing import Any
 
 from aiohttp import web
 
-from rose.engines.vllm.starting import USABLE, RolloutEngine, check, free_port
+from rose.engines.vllm.starting import USABLE, RolloutEngine, check
 from rose.errors import ConfigError
 from rose.front.devices import DeviceCard, shown
 from rose.front.tokens import OWNER_VARIABLE, token_from
+from rose.launch.processes import free_port
 from rose.observe.metrics import Metrics
 from rose.rollout.agent import AgentSettings, run_agent
 from rose.rollout.roles import token_for

@@ -17,10 +17,11 @@ from functools import cache
 from pathlib import Path
 
 from rose.config.device import cores_of
-from rose.engines.vllm.starting import MODULE, ON_CPU, free_port
+from rose.engines.vllm.starting import MODULE, ON_CPU
 from rose.errors import ConfigError
 from rose.launch.placement import CONTROL_NICENESS, SERVING_NICENESS, TRAINER_NICENESS, Placement
-from rose.launch.processes import URL, Command, roses
+from rose.launch.processes import URL, Command, free_port, roses
+from rose.launch.role_secrets import FOR_LENDER, FOR_WORKER
 from rose.launch.settings import RunSettings
 
 PYTHON_VARIABLE = "ROSE_VLLM_PYTHON"
@@ -111,7 +112,7 @@ def lender(
     arguments += ["--max-sequences", str(lend.max_sequences), "--step-tokens", str(lend.max_step_tokens)]
     arguments += ["--max-context", str(lend.max_context_tokens)]
     arguments += ["--kv-memory-mb", str(max(1, int(memory_mb * lend.memory_share) // 2))]
-    return Command(role, roses(*arguments), CONTROL_NICENESS, (), OPEN, is_kept=True)
+    return Command(role, roses(*arguments), CONTROL_NICENESS, (), OPEN, is_kept=True, secrets=FOR_LENDER)
 
 
 def dedicated(role: str, model: Path, settings: RunSettings, placement: Placement, gateway_url: str) -> Command:
@@ -121,7 +122,8 @@ def dedicated(role: str, model: Path, settings: RunSettings, placement: Placemen
     arguments = _lend(model, placement.worker, role, settings, gateway_url)
     arguments += ["--max-sequences", str(own.max_sequences), "--kv-memory-mb", str(own.kv_memory_mb)]
     arguments += ["--step-tokens", str(STEP_TOKENS), "--max-context", "0"]
-    return Command(role, roses(*arguments), TRAINER_NICENESS, cores_of(placement.worker), OPEN, is_kept=True)
+    cores = cores_of(placement.worker)
+    return Command(role, roses(*arguments), TRAINER_NICENESS, cores, OPEN, is_kept=True, secrets=FOR_WORKER)
 
 
 def _lend(model: Path, device: str, name: str, settings: RunSettings, gateway_url: str) -> list[str]:

@@ -7,10 +7,12 @@ text is one token, and the usage at the end says how many there really were.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+from rose.bounds import ITEMS_MAX, TOKENS_MAX, Count, Integer, Label
 from rose.load.records import Failed
 
 LINE_BYTES_MAX = 64 << 20  # far above any chunk: an endless line is not a stream of events
@@ -20,19 +22,23 @@ _DONE = b"[DONE]"
 
 
 class _Choice(msgspec.Struct):
-    text: str | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
+    text: Annotated[str, Meta(max_length=LINE_BYTES_MAX)] | None = None
+    token_ids: Annotated[list[Integer], Meta(max_length=TOKENS_MAX)] | None = None
+    finish_reason: Label | None = None
 
 
 class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
+    completion_tokens: Count = 0
+
+
+class _Error(msgspec.Struct):
+    """Any object; its message is read by `message_of`."""
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: Annotated[list[_Choice], Meta(max_length=ITEMS_MAX)] = []
     usage: _Usage | None = None
-    error: Any = None
+    error: _Error | Annotated[str, Meta(max_length=LINE_BYTES_MAX)] | None = None
 
 
 _decoder = msgspec.json.Decoder(_Chunk)

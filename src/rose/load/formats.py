@@ -21,6 +21,7 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
+from rose.bounds import Finite, Integer
 from rose.errors import ConfigError
 from rose.load.traces import Trace, made_trace
 
@@ -39,9 +40,9 @@ class _BadRow(ValueError):
 
 
 class _MooncakeRow(msgspec.Struct):
-    timestamp: float
-    input_length: int
-    output_length: int
+    timestamp: Finite
+    input_length: Integer
+    output_length: Integer
 
 
 def read_trace(path: Path) -> Trace:

@@ -27,6 +27,7 @@ from rose.errors import ConfigError, JournalCorrupt, Unavailable
 from rose.observe.records import UnknownRecord, Vocabulary, core_vocabulary
 
 FILE_BYTES_MAX = 64 << 20  # a file that an editor still opens
+LINE_BYTES_MAX = FILE_BYTES_MAX  # a longer line was not written by a journal
 FILES_MAX = 16  # with the size above, a journal never takes more than about 1 GiB
 
 Decide = Callable[[Any, float], Sequence[Any]]
@@ -175,7 +176,9 @@ def _read_file(file: Path, vocabulary: Vocabulary, notes: Notes, may_be_torn: bo
     except OSError as error:
         raise ConfigError(f"journal {file} cannot be read: {error.strerror}") from error
     with stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(iter(lambda: stream.readline(LINE_BYTES_MAX + 1), b""), start=1):
+            if len(line) > LINE_BYTES_MAX:
+                raise _corrupt(file, number, f"it has more than {LINE_BYTES_MAX} bytes")
             if not line.endswith(b"\n") and may_be_torn:
                 notes.torn_bytes = len(line)
                 return
@@ -188,11 +191,15 @@ def _entry_of(file: Path, number: int, line: bytes, vocabulary: Vocabulary) -> E
         found = _LINE.decode(line)
         decisions = tuple(vocabulary.from_tree(decision) for decision in found.decisions)
         return Entry(file, number, found.t, vocabulary.from_tree(found.fact), decisions)
-    except (msgspec.MsgspecError, UnknownRecord, UnicodeError) as error:
-        raise JournalCorrupt(
-            f"line {number} of journal {file} cannot be read: {error}",
-            hint="if another version of ROSE wrote it, read it with that one; else the file is damaged from here on",
-        ) from error
+    except (msgspec.MsgspecError, UnknownRecord, UnicodeError, RecursionError) as error:
+        raise _corrupt(file, number, str(error)) from error
+
+
+def _corrupt(file: Path, number: int, why: str) -> JournalCorrupt:
+    return JournalCorrupt(
+        f"line {number} of journal {file} cannot be read: {why}",
+        hint="if another version of ROSE wrote it, read it with that one; else the file is damaged from here on",
+    )
 
 
 def _open_locked(path: Path) -> int:

@@ -15,10 +15,12 @@ from typing import Any
 
 import msgspec
 
+from rose.bounds import INT64_MAX
 from rose.core import breaches, decisions, facts, groups, memory
 
 KIND = "kind"
 _FLOAT = "$float"
+UINT64_MAX = 2 * INT64_MAX + 1  # the largest that msgspec encodes again
 
 
 class UnknownRecord(ValueError):
@@ -97,4 +99,6 @@ def _with_real_floats(value: Any) -> Any:
         return {name: _with_real_floats(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [_with_real_floats(inner) for inner in value]
+    if isinstance(value, int) and not -INT64_MAX - 1 <= value <= UINT64_MAX:
+        raise UnknownRecord("an integer has more than 64 bits")
     return value

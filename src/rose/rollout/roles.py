@@ -1,9 +1,9 @@
 """Who may do what at the gateway: one token per role, from the environment or made at every start.
 
 Agents (environments) send turns and finish trajectories, workers join the pool, trainers take batches and publish
-weights, and may do what an agent may; operators see how everything is and send workers away, and no more. A token that
-was made is kept in a file that only its user can read, so that the other commands of the same user find it; it goes
-when the gateway goes.
+weights, and may do what an agent may; operators see how everything is and send workers away, and no more. Each role has
+another token. A token that the gateway made is kept in the service registry (front/registry.py), where the other
+commands of the same user find it, until the gateway ends. A token from the environment is not written to any file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from rose.front.devices import folder as devices_folder
+from rose.bounds import NAME_CHARACTERS_MAX, Count, Label, Text
+from rose.errors import ConfigError
 from rose.front.failures import Failure
+from rose.front.registry import entries, registered, registry_folder
 from rose.front.tokens import check_bearer, token_from
 
 Role = Literal["agent", "worker", "trainer", "operator"]
@@ -31,14 +33,16 @@ VARIABLES: dict[Role, str] = {
     "operator": "ROSE_OPERATOR_TOKEN",
 }
 ROLE = web.RequestKey("rose.role", str)  # of a request, once it is known
+TOKEN_CHARACTERS_MIN = 16  # 96 random bits in base64
+TOKEN_HINT = "unset it, and a token is made at every start; or set another for each role: openssl rand -hex 16"
 ROLES: tuple[Role, ...] = ("agent", "worker", "trainer", "operator")
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    agent: str
-    worker: str
-    trainer: str
-    operator: str
+    agent: Label
+    worker: Label
+    trainer: Label
+    operator: Label
 
     def of(self, role: Role) -> str:
         found: str = getattr(self, role)
@@ -46,14 +50,26 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class GatewayCard(msgspec.Struct, frozen=True):
-    process_id: int
-    url: str
-    tokens: Tokens
+    process_id: Count
+    url: Text
+    tokens: Tokens  # empty for a role whose token is in the environment
 
 
 def tokens_from_environment() -> Tokens:
-    """Raises ConfigError for one that is no token."""
-    return Tokens(*(token_from(VARIABLES[role]) for role in ROLES))
+    """Return the token of each role, from the environment or made now.
+
+    Raises ConfigError for a token that is too short, and for one that two roles share.
+    """
+    tokens = Tokens(*(token_from(VARIABLES[role]) for role in ROLES))
+    for place, role in enumerate(ROLES):
+        if not TOKEN_CHARACTERS_MIN <= len(tokens.of(role)) <= NAME_CHARACTERS_MAX:
+            limits = f"{TOKEN_CHARACTERS_MIN} to {NAME_CHARACTERS_MAX}"
+            raise ConfigError(f"{VARIABLES[role]} must have {limits} characters", hint=TOKEN_HINT)
+        for other in ROLES[:place]:
+            if tokens.of(role) == tokens.of(other):
+                what = f"{VARIABLES[other]} and {VARIABLES[role]} are equal: the gateway could not tell the roles apart"
+                raise ConfigError(what, hint=TOKEN_HINT)
+    return tokens
 
 
 def check_role(request: web.Request, tokens: Tokens, allowed: tuple[Role, ...]) -> None:
@@ -87,32 +103,27 @@ def _secrets(tokens: Tokens, roles: tuple[Role, ...]) -> tuple[bytes, ...]:
 
 
 def _folder() -> Path:
-    return devices_folder().parent / "gateways"
+    return registry_folder("gateways")
 
 
 @contextmanager
 def shown(card: GatewayCard) -> Iterator[Path]:
-    """While the gateway runs; where its tokens are. A cache that cannot be written is no reason not to run."""
-    path = _folder() / f"{card.process_id}.json"
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(card))
-    try:
+    """Register the gateway while it runs, with the tokens that it made itself; yields the file that holds them."""
+    made = {role: "" if VARIABLES[role] in os.environ else card.tokens.of(role) for role in ROLES}
+    content = msgspec.json.encode(msgspec.structs.replace(card, tokens=Tokens(**made)))
+    entries(_folder())  # removes those of gateways that were killed
+    with registered(_folder(), content) as path:
         yield path
-    finally:
-        with suppress(OSError):
-            path.unlink()
 
 
 def token_for(role: Role, url: str) -> str | None:
-    """From the environment, or of a gateway of this user at this address; None if neither is there."""
+    """Return the token from the environment, or of a gateway of this user at this address, or None."""
     given = os.environ.get(VARIABLES[role])
     if given is not None:
         return token_from(VARIABLES[role])
-    for path in sorted(_folder().glob("*.json")):
-        with suppress(OSError, msgspec.DecodeError):
-            card = msgspec.json.decode(path.read_bytes(), type=GatewayCard)
-            if card.url == url.rstrip("/") and Path(f"/proc/{card.process_id}").exists():
+    for content in entries(_folder()):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            card = msgspec.json.decode(content, type=GatewayCard)
+            if card.url == url.rstrip("/") and card.tokens.of(role):
                 return card.tokens.of(role)
     return None

@@ -306,6 +306,7 @@ class VllmSeat:
             await asyncio.sleep(BEAT_S)
             if self._is_well():
                 self._beat()
+                self._cut_log()
                 continue
             deaths = deaths + 1 if time.monotonic() - born_s < QUICK_DEATH_S else 1
             await self._bury()
@@ -331,6 +332,10 @@ class VllmSeat:
         error = keeper.exception()
         logger.error("the rollout engine is no longer kept", exc_info=error)
         self.gave_up.set_result(Unavailable(f"the rollout engine is no longer kept: {error!r}"))
+
+    def _cut_log(self) -> None:
+        if self._process is not None:
+            self._process.cut_log()
 
     def _is_well(self) -> bool:
         if self._process is None or self._worker is None or not self._process.is_running:

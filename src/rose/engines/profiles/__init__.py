@@ -14,36 +14,40 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
+from rose.bounds import Count, Name, Seconds, Serial, Text
 from rose.core.facts import StepFeatures
 from rose.errors import ConfigError
 
 FOLDER = Path(__file__).parent
+SOURCES_MAX = 256  # more than one per constant
+PROFILE_BYTES_MAX = 1 << 20  # the ones that ship have a few kilobytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
     """Step costs and memory of one device with one model."""
 
-    name: str
-    what: str
+    name: Name
+    what: Text
     shape: Literal["sum", "roofline"]
-    fixed_s: float
-    per_new_token_s: float
-    per_kv_read_token_s: float
-    per_new_by_context_s: float
-    per_sequence_s: float
-    weights_read_s: float = 0.0
-    per_new_token_exchange_s: float = 0.0
-    tensor_parallel: int = 1
-    kv_bytes_per_token: int
-    kv_memory_bytes: int
-    block_tokens: int
-    max_context_tokens: int
-    source: dict[str, str]
+    fixed_s: Seconds
+    per_new_token_s: Seconds
+    per_kv_read_token_s: Seconds
+    per_new_by_context_s: Seconds
+    per_sequence_s: Seconds
+    weights_read_s: Seconds = 0.0
+    per_new_token_exchange_s: Seconds = 0.0
+    tensor_parallel: Count = 1
+    kv_bytes_per_token: Serial
+    kv_memory_bytes: Serial
+    block_tokens: Count
+    max_context_tokens: Count
+    source: Annotated[dict[Name, Text], Meta(max_length=SOURCES_MAX)]
 
     def __post_init__(self) -> None:
         for constant in fields(self):
@@ -88,7 +92,8 @@ def load_profile(name_or_path: str | Path) -> StepProfile:
     if path.suffix != ".json" and path.name == str(name_or_path):
         path = FOLDER / f"{name_or_path}.json"
     try:
-        return _parse(path, path.read_bytes())
+        with path.open("rb") as file:
+            return _parse(path, file.read(PROFILE_BYTES_MAX + 1))
     except (FileNotFoundError, IsADirectoryError) as error:
         raise _unknown(str(name_or_path)) from error
 
@@ -98,6 +103,8 @@ def write_profile(profile: StepProfile, path: Path) -> None:
 
 
 def _parse(path: Path, text: bytes) -> StepProfile:
+    if len(text) > PROFILE_BYTES_MAX:
+        raise ConfigError(f"{path} is not a step profile: it has more than {PROFILE_BYTES_MAX} bytes")
     try:
         document: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
         known = {constant.name for constant in fields(StepProfile)}

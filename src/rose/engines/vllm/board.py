@@ -36,6 +36,7 @@ from pathlib import Path
 
 import msgspec
 
+from rose.bounds import Count, Label, Serial, Text
 from rose.core.facts import RunningRequest, ServingView, StepFeatures, WaitingRequest
 from rose.core.passive import FinishedStep, Milestone, MilestoneKind
 from rose.engines.vllm.bell import Bell
@@ -72,16 +73,16 @@ BOARD_BYTES = _HEARD_AT + mmap.PAGESIZE
 class About(msgspec.Struct, frozen=True):
     """Who writes a board, and the sizes of its engine."""
 
-    process_id: int
-    started: int  # of the process, in the kernel's ticks: tells it from another of the same id
-    boot: str
-    engine: str  # "vllm 0.32.0"
-    model: str
-    step_tokens: int
-    sequences: int
-    kv_blocks: int
-    block_bytes: int
-    layout: int = LAYOUT
+    process_id: Count
+    started: Serial  # of the process, in the kernel's ticks: tells it from another of the same id
+    boot: Label
+    engine: Label  # "vllm 0.32.0"
+    model: Text
+    step_tokens: Count
+    sequences: Count
+    kv_blocks: Count
+    block_bytes: Serial
+    layout: Count = LAYOUT
 
 
 def about_me(engine: str, model: str, *, step_tokens: int, sequences: int, kv_blocks: int, block_bytes: int) -> About:
@@ -294,7 +295,7 @@ def _about(file: MappedFile) -> About:
     length = file.words[0]
     try:
         about = msgspec.json.decode(file.bytes[WORD : WORD + min(length, OFF_WORD * WORD)], type=About)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Unavailable(f"{file.path} is not a board: {error}") from error
     if about.layout != LAYOUT or len(file.bytes) != BOARD_BYTES:
         raise Unavailable(

@@ -8,42 +8,45 @@ a grant that expires, so an agent that is gone is a closed gate.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
+from rose.bounds import ITEMS_MAX, Count, Label, NonNegative, Seconds, Serial, Share, Text
 from rose.core.admission import Mode
 from rose.engines.vllm.bell import Bell
 from rose.engines.vllm.mapped import MappedFile, Slots
 from rose.errors import Unavailable
 
 MESSAGE_BYTES_MAX = 65536
+KINDS_MAX = 64  # kinds of breaches; there are three
 DESK_VARIABLE = "ROSE_ROLLOUT_DESK"  # the folder, in the environment of the rollout engine
 
 
 class Terms(msgspec.Struct, frozen=True):
     """What lending is decided by, beside a serving engine."""
 
-    board: str
+    board: Text
     mode: Mode = "idle"
-    ttft_s: float = 0.5
-    tpot_s: float = 0.15
-    slack_share: float = 0.7
-    answer_s: float = 60.0
+    ttft_s: Seconds = 0.5
+    tpot_s: Seconds = 0.15
+    slack_share: Share = 0.7
+    answer_s: Seconds = 60.0
 
 
 class Control(msgspec.Struct, frozen=True):
     """What the agent wants. Without `terms` nobody is served beside, and the grant is all there is to obey."""
 
-    tokens: int = 0
-    sequences: int = 0
-    until_s: float = 0.0
-    kv_bytes: int | None = None  # the most KV memory; None is all of the engine's
+    tokens: Count = 0
+    sequences: Count = 0
+    until_s: NonNegative = 0.0
+    kv_bytes: Serial | None = None  # the most KV memory; None is all of the engine's
     terms: Terms | None = None
-    stopped: str = ""  # why nothing may run, by the owner
-    compute_share: float = 1.0
+    stopped: Text = ""  # why nothing may run, by the owner
+    compute_share: Share = 1.0
     dry_run: bool = False
-    resumes: int = 0  # grows when the owner says to lend again, whatever stopped it
+    resumes: Serial = 0  # grows when the owner says to lend again, whatever stopped it
 
 
 State = Literal["parked", "running", "idle"]
@@ -52,50 +55,51 @@ State = Literal["parked", "running", "idle"]
 class Lent(msgspec.Struct, frozen=True):
     """The account of lending so far."""
 
-    steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    breaches: dict[str, int] = {}
-    doubtful: int = 0
-    breaker_trips: int = 0
-    requests: int = 0  # of serving, that ended
-    attained: int = 0  # of those, within both budgets
-    missing: str = ""  # what must be seen before anything is lent
-    closed_s: dict[str, float] = {}  # for how long rollouts waited at the gate, by the reason
-    resting: str = ""  # why the circuit breaker has stopped lending for a while
-    dry_run_tokens: int = 0
-    dry_run_lent_s: float = 0.0
-    dry_run_s: float = 0.0
+    steps: Serial = 0
+    tokens: Serial = 0
+    seconds: Seconds = 0.0
+    breaches: Annotated[dict[Label, Serial], Meta(max_length=KINDS_MAX)] = {}
+    doubtful: Serial = 0
+    breaker_trips: Serial = 0
+    requests: Serial = 0  # of serving, that ended
+    attained: Serial = 0  # of those, within both budgets
+    missing: Text = ""  # what must be seen before anything is lent
+    closed_s: Annotated[dict[Text, Seconds], Meta(max_length=ITEMS_MAX)] = {}  # waiting at the gate, by the reason
+    resting: Text = ""  # why the circuit breaker has stopped lending for a while
+    dry_run_tokens: Serial = 0
+    dry_run_lent_s: Seconds = 0.0
+    dry_run_s: Seconds = 0.0
 
 
 class Status(msgspec.Struct, frozen=True):
     """How the engine is. `done` is the number of the newest control that it obeys."""
 
-    process_id: int
-    done: int = 0
-    at_s: float = 0.0
+    process_id: Serial
+    done: Serial = 0
+    at_s: Seconds = 0.0
     state: State = "idle"
     gate_open: bool = False
-    until_s: float = 0.0  # when it closes by itself
-    why: str = ""
-    version: str = ""
-    running: int = 0
-    waiting: int = 0
-    kv_blocks_limit: int = 0
-    kv_blocks_used: int = 0
-    kv_blocks_cached: int = 0
-    block_tokens: int = 0
-    block_bytes: int = 0
-    max_context_tokens: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    evictions: int = 0
-    evicted_tokens: int = 0
-    live: dict[str, tuple[int, int]] = {}  # requests that began: tokens found in the prefix cache, tokens made
+    until_s: NonNegative = 0.0  # when it closes by itself
+    why: Text = ""
+    version: Text = ""
+    running: Serial = 0
+    waiting: Serial = 0
+    kv_blocks_limit: Serial = 0
+    kv_blocks_used: Serial = 0
+    kv_blocks_cached: Serial = 0
+    block_tokens: Serial = 0
+    block_bytes: Serial = 0
+    max_context_tokens: Serial = 0
+    prefix_query_tokens: Serial = 0
+    prefix_hit_tokens: Serial = 0
+    preemptions: Serial = 0
+    steps: Serial = 0
+    prompt_tokens: Serial = 0
+    generated_tokens: Serial = 0
+    evictions: Serial = 0
+    evicted_tokens: Serial = 0
+    live: Annotated[dict[Label, tuple[Serial, Serial]], Meta(max_length=ITEMS_MAX)] = {}
+    """Requests that began: tokens found in the prefix cache, tokens made."""
     lent: Lent = Lent()
 
 
@@ -132,9 +136,12 @@ class Sheet(Generic[Message]):
         self._bell.wait(number, timeout_s)
 
     def read(self) -> tuple[int, Message | None]:
-        """(0, None) before anything was written. Raises Torn."""
+        """(0, None) before anything was written. Raises Torn, and Unavailable for a message of another kind."""
         number, text = self._slots.read()
-        return number, msgspec.msgpack.decode(text, type=self._kind) if number else None
+        try:
+            return number, msgspec.msgpack.decode(text, type=self._kind) if number else None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Unavailable(f"{self._file.path} holds no {self._kind.__name__}: {error}") from error
 
     def close(self) -> None:
         self._file.close()

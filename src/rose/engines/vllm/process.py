@@ -10,19 +10,20 @@ import subprocess
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 
 from rose.engines.vllm.desk import control_sheet
 from rose.engines.vllm.finding import own_folder, own_name, sweep
-from rose.engines.vllm.starting import RolloutEngine, check, command, environment, free_port, in_child
+from rose.engines.vllm.starting import RolloutEngine, check, command, environment, in_child, socket_path
+from rose.engines.vllm.talking import URL, connector
 from rose.engines.vllm.worker import VllmWorker
 from rose.errors import Unavailable
 
 READY_S = 300.0  # a large model on a busy machine
 LOG_LINES = 12
+LOG_BYTES_MAX, LOG_BYTES_KEPT = 8 << 20, 1 << 20
 END_S = 5.0  # it has nothing to save
 
 
@@ -31,7 +32,7 @@ class EngineProcess:
 
     def __init__(self, engine: RolloutEngine) -> None:
         check(engine)
-        self.engine = replace(engine, port=engine.port or free_port())
+        self.engine = engine
         sweep()
         self.folder = Path(tempfile.mkdtemp(prefix=f"desk-{own_name()}-", dir=own_folder()))
         self.log = self.folder / "engine.log"
@@ -39,8 +40,8 @@ class EngineProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.engine.port}"
+    def socket(self) -> Path:
+        return socket_path(self.folder)
 
     @property
     def process_id(self) -> int:
@@ -54,9 +55,9 @@ class EngineProcess:
     async def start(self) -> VllmWorker:
         """Raises Unavailable, with the engine's last words, if it does not come up."""
         control = control_sheet(self.folder, create=True)
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:  # appended to, so that it can be cut while the engine writes
             self._process = subprocess.Popen(
-                command(self.engine),
+                command(self.engine, self.folder),
                 env=environment(self.engine, self.folder),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -64,18 +65,18 @@ class EngineProcess:
                 preexec_fn=in_child(self.engine),
             )
         await self._ready()
-        self.worker = await VllmWorker.attach(self.url, self.folder, control, lambda: self.is_running)
+        self.worker = await VllmWorker.attach(self.socket, self.folder, control, lambda: self.is_running)
         self.worker.is_seeded = not self.engine.is_cpu
         return self.worker
 
     async def _ready(self) -> None:
         deadline_s = time.monotonic() + READY_S
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession(connector=connector(self.socket)) as http:
             while time.monotonic() < deadline_s:
                 if not self.is_running:
                     raise Unavailable(f"the rollout engine did not start; its last words:\n{self.last_words()}")
                 with suppress(aiohttp.ClientError, OSError, TimeoutError):
-                    async with http.get(self.url + "/health", timeout=aiohttp.ClientTimeout(5)) as response:
+                    async with http.get(URL + "/health", timeout=aiohttp.ClientTimeout(5)) as response:
                         if response.status == 200:
                             return
                 await asyncio.sleep(0.2)
@@ -88,6 +89,17 @@ class EngineProcess:
             said = [line for line in lines if "Error" in line] or lines
             return "\n".join(f"  {line[-300:]}" for line in said[-LOG_LINES:])
         return "  (none)"
+
+    def cut_log(self) -> None:
+        """Keep the newest part of a log that has grown large: it lies in memory, beside what serving needs."""
+        with suppress(OSError), self.log.open("r+b") as log:
+            size = log.seek(0, os.SEEK_END)
+            if size > LOG_BYTES_MAX:
+                log.seek(size - LOG_BYTES_KEPT)
+                newest = log.read()
+                log.truncate(0)
+                log.seek(0)
+                log.write(newest)
 
     def kill(self) -> None:
         """At once, with everything it started."""

@@ -1,4 +1,9 @@
-"""How a rollout engine is started: vLLM's own server with our scheduler, on the loopback, beside whoever serves.
+"""How a rollout engine is started: vLLM's own server with our scheduler, on a Unix socket, beside the serving engine.
+
+The server runs in vLLM's development mode, which has routes that call any method of the worker, write weights and stop
+the engine. vLLM's API key does not protect these routes: its middleware checks only paths below `/v1`, `/v2`,
+`/inference` and `/cohere`. Therefore the server listens on no port, only on a Unix socket in a folder that no other
+user may enter (`--uds`). Neither another account of the machine nor a web page can connect to it.
 
 On a CPU the worker must live inside the engine's process: vLLM's default puts it into another one, whose reader of
 steps spins for a second after every message and starves a serving engine on the same core. Weights stay in the type of
@@ -17,14 +22,15 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rose.config.environment import without_secrets
 from rose.engines.vllm.desk import DESK_VARIABLE
+from rose.engines.vllm.finding import FOLDER_VARIABLE
 from rose.engines.vllm.plugin import ROLLOUT_VARIABLE
 from rose.errors import ConfigError
 
@@ -37,6 +43,7 @@ ON_CPU = {"--dtype": "float32", "--block-size": "32", "--distributed-executor-ba
 ON_GPU = {"--gpu-memory-utilization": "0.01"}
 MODULE = "vllm.entrypoints.openai.api_server"  # the `vllm` command asks for a package name that CPU wheels have not
 ENDED_FIRST = "1000"  # for the kernel, when memory runs out
+SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un of Linux has 108 with the terminating zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,6 @@ class RolloutEngine:
 
     model: Path
     device: str = "cpu:0"
-    port: int = 0
     max_context_tokens: int = 4096  # 0 takes the model's own
     max_sequences: int = 16
     step_tokens: int = 256  # the longest step is what a serving request may find in its way
@@ -69,12 +75,20 @@ class RolloutEngine:
         return [f"cpu:{core}" for core in self.cores] if self.is_cpu else [self.device]
 
 
-def command(engine: RolloutEngine) -> list[str]:
+def socket_path(desk: Path) -> Path:
+    """Return where the engine's server listens. Raises ConfigError if the path is too long for a Unix socket."""
+    path = desk / "http"
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        hint = f"set {FOLDER_VARIABLE} to a folder with a short path"
+        raise ConfigError(f"{path} is too long for a Unix socket ({SOCKET_PATH_BYTES_MAX} bytes)", hint=hint)
+    return path
+
+
+def command(engine: RolloutEngine, desk: Path) -> list[str]:
     flags = {
         "--model": str(engine.model),
         "--served-model-name": "rollout",
-        "--host": "127.0.0.1",
-        "--port": str(engine.port),
+        "--uds": str(socket_path(desk)),
         "--max-num-seqs": str(engine.max_sequences),
         "--max-num-batched-tokens": str(max(engine.step_tokens, engine.max_sequences)),
         "--kv-cache-memory-bytes": str(engine.kv_memory_mb << 20),
@@ -96,14 +110,14 @@ def environment(engine: RolloutEngine, desk: Path) -> dict[str, str]:
     own = {
         DESK_VARIABLE: str(desk),
         ROLLOUT_VARIABLE: "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # pause, weights and aborts; the server listens on the loopback only
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, weights and aborts; only this user can open the socket
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
     }
     if engine.is_cpu:
         own |= {"OMP_NUM_THREADS": str(len(engine.cores)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     else:
         own |= {"CUDA_VISIBLE_DEVICES": engine.device.removeprefix("cuda:")}
-    return {**os.environ, **own, **engine.environment}
+    return {**without_secrets(os.environ), **own, **engine.environment}
 
 
 def in_child(engine: RolloutEngine) -> Callable[[], None]:
@@ -132,8 +146,3 @@ def check(engine: RolloutEngine) -> None:
         missing = set(engine.cores) - USABLE
         if missing:
             raise ConfigError(f"core {min(missing)} of {engine.device} is not here or not for us", hint="see `nproc`")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

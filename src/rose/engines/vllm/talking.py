@@ -1,22 +1,59 @@
-"""What is said to a rollout engine's HTTP server: requests in vLLM's words, its stream of tokens in ours."""
+"""HTTP with a rollout engine over its Unix socket: requests in the words of vLLM, its stream of tokens in ours."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import aiohttp
+import msgspec
+from msgspec import Meta
 
+from rose.bounds import ITEMS_MAX, TOKENS_MAX, Label, LogProbability, TokenId, TokenIds
 from rose.engines.base import FinishReason, Request
 from rose.errors import ContextTooLong, RequestRefused, Unavailable
 
+URL = "http://rollout-engine"  # HTTP wants a name; the connection goes to the socket
 GENERATE = "/inference/v1/generate"
 NAMED = "generate-tokens-"  # what vLLM puts before a request's name, inside
 SEED_STRIDE = 1_000_003  # a turn that goes on elsewhere must not draw its first random numbers again
 SEED_MAX = (1 << 63) - 1
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class _Top(msgspec.Struct, gc=False):
+    token_id: TokenId
+    logprob: LogProbability
+
+
+class _Token(msgspec.Struct):
+    logprob: LogProbability
+    top_logprobs: Annotated[tuple[_Top, ...], Meta(max_length=ITEMS_MAX)] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: Annotated[tuple[_Token, ...], Meta(max_length=TOKENS_MAX)] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: TokenIds
+    logprobs: _Logprobs | None = None
+    finish_reason: Label | None = None
+
+
+class _Error(msgspec.Struct):
+    message: Annotated[str, Meta(max_length=TOKENS_MAX)] = "(no message)"
+
+
+class _Message(msgspec.Struct):
+    choices: Annotated[tuple[_Choice, ...], Meta(max_length=ITEMS_MAX)] = ()
+    error: _Error | None = None
+
+
+_decoder = msgspec.json.Decoder(_Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +64,11 @@ class Chunk:
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
     finish_reason: FinishReason | None
+
+
+def connector(socket: Path) -> aiohttp.BaseConnector:
+    """Return a connector that opens a connection per request: vLLM closes idle ones, and a request on one is lost."""
+    return aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
 
 
 def body_of(request: Request, *, salt: str, is_seeded: bool = True) -> dict[str, Any]:
@@ -64,25 +106,25 @@ async def chunks(response: aiohttp.ClientResponse) -> AsyncIterator[Chunk]:
     async for line in response.content:
         if not line.startswith(b"data: {"):
             continue
-        message = json.loads(line[6:])
-        if "error" in message:
-            what = str(message["error"].get("message", message["error"]))
+        message = _decoder.decode(line[6:])
+        if message.error is not None:
+            what = message.error.message
             if "out of vocabulary" in what:  # the only fault of a request that is found so late
                 raise RequestRefused(what)
             raise Unavailable(f"the rollout engine failed: {what}")
-        for choice in message["choices"]:
+        for choice in message.choices:
             yield _chunk(choice)
 
 
-def _chunk(choice: dict[str, Any]) -> Chunk:
-    reason = choice.get("finish_reason")
+def _chunk(choice: _Choice) -> Chunk:
+    reason = choice.finish_reason
     if reason is not None and reason not in REASONS:
         raise Unavailable(f"the rollout engine ended a request with `{reason}`")
-    content = (choice.get("logprobs") or {}).get("content") or []
+    content = choice.logprobs.content or () if choice.logprobs is not None else ()
     return Chunk(
-        tuple(choice["token_ids"]),
-        tuple(entry["logprob"] for entry in content),
-        tuple(tuple((top["token_id"], top["logprob"]) for top in entry.get("top_logprobs") or ()) for entry in content),
+        choice.token_ids,
+        tuple(entry.logprob for entry in content),
+        tuple(tuple((top.token_id, top.logprob) for top in entry.top_logprobs or ()) for entry in content),
         REASONS[reason] if reason is not None else None,
     )
 

@@ -23,7 +23,7 @@ from rose.engines.base import EngineFacts, Request, TokenEvent, WorkerFacts
 from rose.engines.vllm.desk import Control, Sheet, Status, status_sheet
 from rose.engines.vllm.mapped import Torn
 from rose.engines.vllm.patching import UNCHANGED
-from rose.engines.vllm.talking import GENERATE, NAMED, body_of, chunks, refusal
+from rose.engines.vllm.talking import GENERATE, NAMED, URL, body_of, chunks, connector, refusal
 from rose.errors import ContextTooLong, ModelError, RequestRefused, RoseError, Unavailable
 
 LOOK_S = 0.002  # between two looks at the desk
@@ -49,12 +49,12 @@ class _Live:
 class VllmWorker:
     """One running rollout engine. When it dies, iterators and calls end with `Unavailable`."""
 
-    def __init__(self, url: str, desk: Path, control: Sheet[Control], is_running: Callable[[], bool]) -> None:
-        self._url, self._is_running = url, is_running
+    def __init__(self, socket: Path, desk: Path, control: Sheet[Control], is_running: Callable[[], bool]) -> None:
+        self._is_running = is_running
         self._sheet, self._desk = control, desk
         self._status_sheet: Sheet[Status] | None = None
         self._control = Control()
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=_many())
+        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=connector(socket))
         self._live: dict[str, _Live] = {}
         self._version = ""
         self._staged: str | None = None
@@ -66,9 +66,11 @@ class VllmWorker:
         self.swap_s: float | None = None  # how long the engine stood still for the last commit
 
     @classmethod
-    async def attach(cls, url: str, desk: Path, control: Sheet[Control], is_running: Callable[[], bool]) -> VllmWorker:
-        """To an engine whose server answers."""
-        worker = cls(url, desk, control, is_running)
+    async def attach(
+        cls, socket: Path, desk: Path, control: Sheet[Control], is_running: Callable[[], bool]
+    ) -> VllmWorker:
+        """Return a worker for an engine whose server answers."""
+        worker = cls(socket, desk, control, is_running)
         worker._status_sheet = status_sheet(desk)
         worker._version = worker.status().version
         return worker
@@ -255,7 +257,7 @@ class VllmWorker:
     async def _post(self, path: str, body: dict[str, Any] | None) -> AsyncIterator[aiohttp.ClientResponse]:
         self._check_alive()
         try:
-            async with self._http.post(self._url + path, json=body) as response:
+            async with self._http.post(URL + path, json=body) as response:
                 yield response
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
             await self._until_gone()
@@ -304,8 +306,3 @@ def engine_facts(status: Status) -> EngineFacts:
         generated_tokens=status.generated_tokens,
         batch_invariant=False,
     )
-
-
-def _many() -> aiohttp.BaseConnector:
-    """Each for one request: vLLM's server hangs up on idle ones, and what was sent just then would be lost."""
-    return aiohttp.TCPConnector(limit=0, force_close=True)

@@ -17,6 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from rose.config.environment import without_secrets
 from rose.envs.base import EnvironmentFailed
 from rose.errors import ConfigError
 
@@ -26,6 +27,8 @@ START_S_MAX = 60.0
 
 ANSWER_S_MAX = 25.0
 """A game answers within a second; one that takes this long hangs. Less than what is usually waited for a step."""
+
+LINE_BYTES_MAX = 16 << 20  # an answer is some kilobytes of text
 
 
 def check_packages() -> None:
@@ -62,7 +65,7 @@ class GameConnection:
         try:
             self._stream.write(said)
             self._stream.flush()
-            line = self._stream.readline()
+            line = self._stream.readline(LINE_BYTES_MAX)
         except TimeoutError:
             self.kill()
             raise
@@ -72,7 +75,11 @@ class GameConnection:
         if not line.endswith(b"\n"):
             self.close()
             raise EnvironmentFailed("a game's process died")
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            self.close()
+            raise EnvironmentFailed(f"a game's process sent no JSON: {error}") from error
         if "error" in answer:
             self.close()
             raise EnvironmentFailed(f"a game failed: {answer['error']}")
@@ -150,6 +157,7 @@ class Host:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 pass_fds=[listener.fileno()],
+                env=without_secrets(os.environ),
             )
 
     def _end(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from tests.e2e import devices
 from tests.e2e.devices import Answer, Device, eventually
 
-AGENT, WORKER, TRAINER, OPERATOR = "an-agents-token", "a-workers-token", "a-trainers-token", "an-operators-token"
+AGENT, WORKER, TRAINER, OPERATOR = "the-agents-token", "the-workers-token", "a-trainers-token", "an-operators-token"
 ROLLOUTS = "a-token-for-the-rollouts-door"
 TOKENS = {
     "ROSE_AGENT_TOKEN": AGENT,

@@ -8,6 +8,7 @@ import resource
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 
 from rose.config.device import FrontSettings
 from rose.errors import ConfigError
@@ -18,6 +19,7 @@ OTHER_DESCRIPTORS = 128  # of a server: its files, its engine, its threads, and 
 
 def take_port(settings: FrontSettings) -> socket.socket:
     """A bound socket that does not listen yet; what keeps us from it is said in plain words."""
+    tls_context(settings)  # a certificate that cannot be used is said now, not once the model is loaded
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -82,11 +84,13 @@ def connections_limit(wanted: int, say: Callable[[str], None]) -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    possible = wanted if hard == resource.RLIM_INFINITY else max(1, hard - OTHER_DESCRIPTORS)
+        with suppress(OSError, ValueError):  # some systems name a hard limit that they do not grant
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    possible = wanted if soft == resource.RLIM_INFINITY else max(1, soft - OTHER_DESCRIPTORS)
     if possible < wanted:
         say(
-            f"at most {possible} connections, not {wanted}: this process may open {hard} files "
+            f"at most {possible} connections, not {wanted}: this process may open {soft} files "
             f"(raise `ulimit -n`, or lower max_connections)"
         )
     return min(wanted, possible)

@@ -18,8 +18,9 @@ from tests.unit.front_world import FrontWorld, front_world
 
 from rose.config.device import FrontSettings, RolloutFrontSettings
 from rose.errors import ConfigError
-from rose.front import connections, ports, tokens
+from rose.front import bodies, connections, ports, tokens, tools
 from rose.front.connections import Connection
+from rose.front.structure import CONTAINERS_MAX
 from rose.models.folder import ModelFolder, load_model_folder
 from rose.models.presets import write_preset
 
@@ -219,6 +220,78 @@ def test_too_many_prompts_are_refused_before_any_is_tokenised(
 
     monkeypatch.setattr(folder.tokenizer, "encode", encode)
     monkeypatch.setattr(folder.tokenizer, "encode_many", encode)
+    tell(folder, story)
+
+
+LISTS = b"[" + b",".join([b"[]"] * CONTAINERS_MAX) + b"]"
+
+
+def test_a_body_with_too_many_values_is_refused_before_it_is_decoded(folder: ModelFolder) -> None:
+    async def story(found: FrontWorld) -> None:
+        for body in (b'{"prompt":%s}' % LISTS, b'{"prompt":"x","a":%s}' % LISTS):
+            status, answer = await found.post(COMPLETIONS, body)
+            assert (status, answer["error"]["code"]) == (400, "body_too_complex")
+        quoted = b'{"prompt":"%s","max_tokens":1}' % LISTS  # the same, but a text
+        assert (await found.post(COMPLETIONS, quoted))[1]["error"]["code"] == "context_length_exceeded"
+
+    tell(folder, story)
+
+
+def test_arguments_with_too_many_values_are_refused_before_they_are_decoded(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    keep = tools._loaded
+
+    def note(text: str) -> Any:
+        decoded.append(len(text))
+        return keep(text)
+
+    monkeypatch.setattr(tools, "_loaded", note)
+
+    async def story(found: FrontWorld) -> None:
+        for arguments, status in (('{"a": 1}', 200), (f'{{"a": {LISTS.decode()}}}', 400)):
+            call = {"function": {"name": "f", "arguments": arguments}}
+            messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "x"}]
+            body = {"messages": messages, "max_tokens": 1}
+            assert (await found.post("/v1/chat/completions", body))[0] == status
+        assert decoded == [8]
+
+    tell(folder, story)
+
+
+def test_no_more_text_is_detokenised_than_a_context_holds(folder: ModelFolder) -> None:
+    async def story(found: FrontWorld) -> None:
+        assert (await found.post("/detokenize", {"tokens": [97] * 64}))[1] == {"prompt": "a" * 64}
+        status, answer = await found.post("/detokenize", {"tokens": [97] * 65})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+    tell(folder, story, context_tokens=64)
+
+
+def test_a_suggestion_looks_at_the_beginning_of_a_name_only(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def note(name: str, *_: Any, **__: Any) -> list[str]:
+        seen.append(name)
+        return []
+
+    monkeypatch.setattr(bodies.difflib, "get_close_matches", note)
+
+    async def story(found: FrontWorld) -> None:
+        assert (await found.post(COMPLETIONS, {"prompt": "x", "n" * 10_000: 1}))[0] == 400
+        assert [len(name) for name in seen] == [bodies.NAME_SHOWN]
+
+    tell(folder, story)
+
+
+def test_an_error_does_not_repeat_the_whole_body(folder: ModelFolder) -> None:
+    async def story(found: FrontWorld) -> None:
+        status, answer = await found.post("/v1/chat/completions", {"messages": [{"role": "x" * 100_000}]})
+        assert status == 400 and len(str(answer)) < 1000
+
     tell(folder, story)
 
 

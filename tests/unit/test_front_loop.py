@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import gzip
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from tests.unit.front_world import FrontWorld, Heartbeat, front_world
 
 from rose.config.device import FrontSettings
-from rose.front.loops import settle_memory
+from rose.front.loops import settle_process
 from rose.front.routes import ROUTES
 from rose.models.folder import ModelFolder, load_model_folder
 from rose.models.presets import write_preset
@@ -51,7 +52,7 @@ WORST: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     "escapes": (COMPLETIONS, lambda: filled(b'{"prompt":"', b"\\u00e9\\n", b'"}'), {400}),
     "an unknown key": (COMPLETIONS, lambda: b'{"' + bytes(range(97, 123)) * 150_000 + b'":1}', {400}),
     "a value that is not neutral": (COMPLETIONS, lambda: filled(b'{"logit_bias":[', b"[]", b"]}"), {400}),
-    "a repeated key": (COMPLETIONS, lambda: filled(b'{"prompt":"x",', b'"user":"a"', b"}"), {200}),
+    "a repeated key": (COMPLETIONS, lambda: filled(b'{"prompt":"x",', b'"user":"a"', b"}"), {400}),
     "nesting": (COMPLETIONS, lambda: b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", {400}),
     "log-probabilities": (
         COMPLETIONS,
@@ -122,9 +123,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 @pytest.fixture(scope="module", autouse=True)
 def as_in_a_front(folder: ModelFolder) -> Iterator[None]:
     """The collector looks at this process, with all its tests, as little as at a front."""
-    before = gc.get_threshold()
-    settle_memory()
+    before, interval_s = gc.get_threshold(), sys.getswitchinterval()
+    settle_process()
     yield
+    sys.setswitchinterval(interval_s)
     gc.unfreeze()
     gc.set_threshold(*before)
 

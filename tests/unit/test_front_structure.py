@@ -13,7 +13,7 @@ from rose.front.encoding import ENCODER, EncodedList, encode_parts
 from rose.front.failures import Failure
 from rose.front.logprobs import BATCH, in_batches
 from rose.front.replies import GenerateLogprob, GenerateLogprobs
-from rose.front.structure import COMMAS_MAX, CONTAINERS_MAX, check_free, is_surely_small, too_large
+from rose.front.structure import COMMAS_MAX, CONTAINERS_MAX, TEXTS_MAX, check_free, is_surely_small, too_large
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_looks_small_is_small() -> None:
     for data in (b"[" * CONTAINERS_MAX, b'{"a":"' + b"," * COMMAS_MAX + b'"}', b" " * (4 << 20)):
         assert is_surely_small(data)
         assert too_large(data) is None
-    for data in (b"[]," * (CONTAINERS_MAX + 1), b"1," * (COMMAS_MAX + 1)):
+    for data in (b"[]," * (CONTAINERS_MAX + 1), b"1," * (COMMAS_MAX + 1), b'"",' * (TEXTS_MAX + 1)):
         assert not is_surely_small(data)
         assert too_large(data)
 

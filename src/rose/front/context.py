@@ -26,6 +26,7 @@ from rose.front.tools import plain_calls, plain_tools
 from rose.models.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 8192  # tokenised in a millisecond or two; more is done in a thread, beside the other requests
+INLINE_BYTES = 1 << 16  # of a body: decoded in a millisecond or two
 INLINE_MESSAGES = 64  # messages, calls and tools: rendered in a few milliseconds
 SHRINK = 4  # normalising a text may shorten it, but never this much
 
@@ -44,6 +45,7 @@ class Front:
     token: str | None = None  # that every request must bear, on the rollouts' door
     api_key: str | None = None  # that requests must bear on the serving port, if there is one
     desk: LendingDesk | None = None  # the owner's controls, on the door of a device that is lent
+    large_bodies: asyncio.Lock = field(default_factory=asyncio.Lock)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -76,6 +78,9 @@ class Front:
             data = await decompressed(request, data, self.settings.max_body_bytes)
         if not is_surely_small(data) and (much := await offload(too_large, data)):
             raise bad_request(f"the body has {much}", code="body_too_complex")
+        if len(data) > INLINE_BYTES:
+            async with self.large_bodies:  # each takes a while to decode: between two of them, others have a turn
+                await asyncio.sleep(0)
         return data
 
     def priority_of(self, wanted: int | None) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from rose.front.application import InFlight, application
 from rose.front.connections import HttpServer
 from rose.front.context import Front
-from rose.front.loops import settle_memory
+from rose.front.loops import settle_process
 from rose.front.ports import connections_limit
 
 Say = Callable[[str], None]
@@ -25,7 +25,7 @@ async def answer_until(
     front: Front, listener: socket.socket, signals: Signals, say: Say, *, on_open: Callable[[], None]
 ) -> None:
     """Answer at this door until a signal comes; `on_open` is called when it is open."""
-    settle_memory()
+    settle_process()
     in_flight = InFlight()
     most = connections_limit(front.settings.max_connections, say)
     server = HttpServer(application(front, in_flight), front.settings, "rose.front.http", most)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from rose.coserve.device import stand_back
 from rose.errors import QueueFull
 
 THREADS = 2  # large requests must not take the cores of small ones
@@ -20,7 +21,8 @@ WAITING_MAX = 256  # a large request takes a tenth of a second or so: who would 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-_threads = ThreadPoolExecutor(THREADS, thread_name_prefix="rose-offload")
+# At a lower priority, which threads that the libraries start from here inherit: the event loop goes first.
+_threads = ThreadPoolExecutor(THREADS, thread_name_prefix="rose-offload", initializer=stand_back)
 _under_way = 0
 
 

@@ -2,8 +2,8 @@
 
 Decoding holds Python's lock, so a thread does not keep the event loop free: the work must be bounded before it begins.
 A list or object costs a hundred times more than a byte of text, and the 4 MB of a body hold two million of them. So
-`check_structure` counts them first. It counts bytes, which is fast; only when there are too many brackets and commas
-does it look which of them are part of a text, and that may take long and belongs in a thread.
+`is_surely_small` counts brackets, commas and quotes first, which is fast. Only if there are too many does `too_large`
+look which of them are inside a text. That may take long, so it runs in a thread.
 
 Free-form JSON (tool schemas, template variables, arguments of calls) is decoded as `Any` and then checked by
 `check_free`: depth, number of values, and integers of at most 64 bits.
@@ -20,7 +20,8 @@ from msgspec import Meta
 from rose.bounds import INT64_MAX, NAME_CHARACTERS_MAX
 
 CONTAINERS_MAX = 1 << 16  # lists and objects of one body: about 15 ms of decoding
-COMMAS_MAX = 1 << 20  # items of one body: about 30 ms of decoding; a context of a million tokens
+TEXTS_MAX = 1 << 17  # texts and keys of one body: about 10 ms of decoding
+COMMAS_MAX = 1 << 20  # items of one body: about 20 ms of decoding; a context of a million tokens
 FREE_DEPTH_MAX = 64  # schemas of real tools have fewer than 20 levels; the interpreter's own limit is 1,000
 FREE_VALUES_MAX = 1 << 13  # of one tool or one set of variables
 CHECKED_BY = "checked_by"  # key of `Meta.extra`: which check bounds a value that its type does not bound
@@ -65,15 +66,19 @@ def check_free(value: Any, name: str) -> None:
 
 
 def is_surely_small(data: bytes) -> bool:
-    """Return whether a JSON text has few values even if all its brackets and commas were structure."""
+    """Return whether a JSON text has few values even if all its brackets, commas and quotes were structure."""
     if len(data) <= CONTAINERS_MAX:
         return True
-    return data.count(b"[") + data.count(b"{") <= CONTAINERS_MAX and data.count(b",") <= COMMAS_MAX
+    return (
+        data.count(b"[") + data.count(b"{") <= CONTAINERS_MAX
+        and data.count(b",") <= COMMAS_MAX
+        and data.count(b'"') <= 2 * TEXTS_MAX
+    )
 
 
 def too_large(data: bytes) -> str | None:
     """Return what a JSON text has too many of; None if it is within bounds. May take long: call it in a thread."""
-    containers = commas = position = 0
+    containers = commas = texts = position = 0
     while True:
         quote = data.find(b'"', position)
         end = quote if quote >= 0 else len(data)
@@ -85,6 +90,9 @@ def too_large(data: bytes) -> str | None:
             return f"more than {COMMAS_MAX} items"
         if quote < 0:
             return None
+        texts += 1
+        if texts > TEXTS_MAX:
+            return f"more than {TEXTS_MAX} texts and keys"
         position = _end_of_text(data, quote + 1)
 
 

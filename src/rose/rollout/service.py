@@ -17,7 +17,7 @@ from rose.errors import Unavailable
 from rose.front.application import InFlight
 from rose.front.connections import HttpServer
 from rose.front.listening import Say, Signals
-from rose.front.loops import settle_memory
+from rose.front.loops import settle_process
 from rose.front.ports import connections_limit, take_port
 from rose.models.folder import load_model_folder
 from rose.rollout.application import application
@@ -33,7 +33,7 @@ async def run_gateway(model: Path, settings: GatewaySettings, *, say: Say = prin
     tokens = tokens_from_environment()
     with take_port(settings) as listener:
         gateway = build_gateway(load_model_folder(model), settings)
-        settle_memory()
+        settle_process()
         in_flight = InFlight()
         most = connections_limit(settings.max_connections, say)
         server = HttpServer(application(gateway, tokens, in_flight), settings, "rose.gateway.http", most)

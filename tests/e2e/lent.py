@@ -12,7 +12,7 @@ from typing import Any
 from tests.e2e import devices
 from tests.e2e.devices import Answer, Device
 
-ROLLOUT_TOKEN, OWNER_TOKEN = "a-rollout-token", "an-owner-token"
+ROLLOUT_TOKEN, OWNER_TOKEN = "a-token-for-rollouts", "a-token-for-the-owner"
 ARGUMENTS = ["--port", "0", "--rollout-port", "0", "--kv-memory-mb", "64", "--set", "engine.max_context_tokens=1024"]
 ARGUMENTS += ["--set", "lend.max_context_tokens=1024", "--device", devices.DEVICE]
 

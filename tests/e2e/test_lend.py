@@ -102,7 +102,8 @@ def test_rollouts_that_find_no_memory_are_told_to_come_later(device: LentDevice)
 
 def test_the_owners_command_line(device: LentDevice) -> None:
     def rose(*words: str) -> subprocess.CompletedProcess[str]:
-        variables = devices.environment() | {"ROSE_OWNER_TOKEN": OWNER_TOKEN}
+        tokens = {"ROSE_OWNER_TOKEN": OWNER_TOKEN, "ROSE_ROLLOUT_TOKEN": ROLLOUT_TOKEN}
+        variables = devices.environment() | tokens
         command = [sys.executable, "-m", "rose", "lend", *words, "--url", device.serving.url]
         return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60)
 
@@ -135,7 +136,7 @@ def test_bad_and_hasty_rollout_clients_are_not_servings_trouble(device: LentDevi
     assert device.rollout([-1]).status == 400
     assert device.rollout(PROMPT, max_tokens=10**6).status == 400
     body = json.dumps({"token_ids": PROMPT, "stream": True, "sampling_params": {"max_tokens": 900, "ignore_eos": True}})
-    head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {ROLLOUT_TOKEN}\r\n"
+    head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ROLLOUT_TOKEN}\r\n"
     raw = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
     for _ in range(8):  # asked, and gone; or asked, and never read
         with socket.create_connection((HOST, device.rollouts.port)) as hasty:

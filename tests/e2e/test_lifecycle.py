@@ -54,7 +54,9 @@ def test_a_reader_that_sleeps_is_cut_off_and_nobody_waits_for_it(scripted: Devic
     before = scripted.metric("generation_tokens_total")
     sleeper = socket.create_connection((HOST, scripted.port), timeout=60)
     body = json.dumps({"prompt": [1], "max_tokens": 4000, "stream": True, "n": 4, "logprobs": 20}).encode()
-    sleeper.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    sleeper.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
     assert sleeper.recv(12) == b"HTTP/1.1 200"
     assert is_serving(scripted)
     eventually(scripted.is_idle)
@@ -73,14 +75,30 @@ def read_all(connection: socket.socket) -> None:
         pass
 
 
+def test_a_reader_that_never_takes_a_whole_answer_is_cut_off(scripted: Device) -> None:
+    sleeper = socket.socket()
+    sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sleeper.connect((HOST, scripted.port))
+    body = json.dumps({"prompt": [1], "max_tokens": 4000, "n": 4, "logprobs": 20}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    sleeper.sendall(head + body)
+    watch = select.poll()
+    watch.register(sleeper, 0)  # errors are reported without being asked for
+    eventually(lambda: bool(watch.poll(0)))
+    with pytest.raises(ConnectionResetError):
+        read_all(sleeper)
+    sleeper.close()
+    assert is_serving(scripted)
+
+
 def test_a_body_that_never_comes(scripted: Device) -> None:
     with socket.create_connection((HOST, scripted.port), timeout=60) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
     assert is_serving(scripted)
 
 
-@pytest.mark.parametrize("words", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+@pytest.mark.parametrize("words", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "])
 def test_who_never_says_what_it_wants_is_cut_off(scripted: Device, words: bytes) -> None:
     with socket.create_connection((HOST, scripted.port), timeout=60) as connection:
         connection.sendall(words)
@@ -116,12 +134,23 @@ def test_a_queue_that_is_full_says_so(start_scripted: StartScripted) -> None:
 
 def test_too_many_connections_are_told_so(start_scripted: StartScripted) -> None:
     device = start_scripted("front.max_connections=3")
-    held = [socket.create_connection((HOST, device.port)) for _ in range(3)]
-    refused = device.ask("GET", "/health")
-    assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
+    held = [open_request(device) for _ in range(2)]
+    held.append(http.client.HTTPConnection(HOST, device.port))
+    held[-1].request("POST", "/v1/completions", json.dumps(LONG), {})
+    eventually(lambda: device.ask("GET", "/health").status == 503)
+    assert device.ask("GET", "/health").error["code"] == "too_many_connections"
     for connection in held:
         connection.close()
     eventually(lambda: device.ask("GET", "/health").status == 200)
+
+
+def test_idle_connections_make_room_for_new_ones(start_scripted: StartScripted) -> None:
+    device = start_scripted("front.max_connections=3")
+    silent = [socket.create_connection((HOST, device.port)) for _ in range(3)]
+    for _ in range(6):
+        eventually(lambda: device.ask("GET", "/health").status == 200)
+    for connection in silent:
+        connection.close()
 
 
 def test_the_engine_is_pinned_and_the_front_keeps_off_its_core(scripted: Device) -> None:

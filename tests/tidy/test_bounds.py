@@ -34,9 +34,9 @@ EXEMPT = {
     "rose.engines.profiles:dict[str, Any]": "PROFILE_BYTES_MAX; its keys are checked, its values are StepProfile",
     "rose.observe.journal:_Line": "LINE_BYTES_MAX; read by `rose journal` only, and the records are checked one by one",
     "rose.observe.records:self._types[kind]": "facts of the core, which may be infinite; integers have 64 bits",
+    "rose.front.bodies:dict[str, msgspec.Raw]": "only the keys are looked at; structure.py has bounded their number",
+    "rose.front.rollouts:RolloutFront": "comes from the process that started it, which has checked the settings",
 }
-# Parts whose types are not bounded yet.
-OPEN = ("front",)
 
 
 def decoded_types(file: Path) -> Iterator[tuple[str, str]]:
@@ -101,7 +101,8 @@ def _walk(info: Any, path: str, found: list[str], seen: set[Any]) -> None:
             for field in info.fields:
                 _walk(field.type, f"{path}.{info.cls.__name__}.{field.encode_name}", found, seen)
         case inspect.Metadata():
-            _walk(info.type, path, found, seen)
+            if "checked_by" not in (info.extra or {}):  # what checks it right after it is decoded, by name
+                _walk(info.type, path, found, seen)
         case inspect.AnyType() | inspect.RawType():
             found.append(f"{path}: anything at all")
         case inspect.NoneType() | inspect.BoolType() | inspect.LiteralType() | inspect.EnumType():
@@ -112,7 +113,7 @@ def _walk(info: Any, path: str, found: list[str], seen: set[Any]) -> None:
 
 @pytest.mark.parametrize(("module", "expression"), FOUND)
 def test_a_decoded_type_is_bounded(module: str, expression: str) -> None:
-    if f"{module}:{expression}" in EXEMPT or module.split(".")[1] in OPEN:
+    if f"{module}:{expression}" in EXEMPT:
         return
     try:
         kind = resolve(module, expression)

@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_equal_tokens_for_two_roles_are_refused_and_both_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSE_AGENT_TOKEN", "the-very-same-token")
     monkeypatch.setenv("ROSE_OPERATOR_TOKEN", "the-very-same-token")
-    with pytest.raises(ConfigError, match="ROSE_AGENT_TOKEN and ROSE_OPERATOR_TOKEN are equal"):
+    with pytest.raises(ConfigError, match="ROSE_AGENT_TOKEN and ROSE_OPERATOR_TOKEN are the same"):
         tokens_from_environment()
 
 
@@ -37,7 +37,7 @@ def test_equal_tokens_for_two_roles_are_refused_and_both_are_named(monkeypatch: 
 def test_a_token_has_16_to_256_characters(monkeypatch: pytest.MonkeyPatch, length: int, is_refused: bool) -> None:
     monkeypatch.setenv("ROSE_TRAINER_TOKEN", "x" * length)
     if is_refused:
-        with pytest.raises(ConfigError, match="ROSE_TRAINER_TOKEN must have 16 to 256 characters"):
+        with pytest.raises(ConfigError, match="ROSE_TRAINER_TOKEN is not a token: 16 to 256 plain characters"):
             tokens_from_environment()
     else:
         assert tokens_from_environment().trainer == "x" * length

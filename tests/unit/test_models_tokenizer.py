@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from rose.errors import ModelError, RequestRefused
+from rose.models.presets import write_preset
 from rose.models.stream import ByteStream, WindowStream, token_bytes
 from rose.models.tokenizer import Tokenizer
 from rose.models.vocabulary import CHATML, LAKE_CHARACTERS, byte_vocabulary, lake_vocabulary
@@ -373,3 +374,14 @@ def test_the_reason_is_bounded(tmp_path: Path) -> None:
 def test_a_template_can_tell_the_date(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, {"chat_template": "{{ strftime_now('%Y') }}"}))
     assert tokenizer.render_chat(CHAT).isdigit()
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_many_texts_are_encoded_and_decoded_like_each_of_them(tmp_path: Path, special: bool) -> None:
+    tokenizer = Tokenizer.load(write_preset("qwen3-3m", tmp_path / "m", seed=0))
+    texts = ["", "hello", "h\u00e9llo \U0001f600" * 50, "<|im_start|>user\n", "a" * 5000]
+    encoded = tokenizer.encode_many(texts, special)
+    assert encoded == [tokenizer.encode(text, special) for text in texts]
+    assert tokenizer.decode_many(encoded) == [tokenizer.decode(ids, skip_special_tokens=False) for ids in encoded]
+    with pytest.raises(RequestRefused):
+        tokenizer.encode_many(["fine", "\ud800"], special)

@@ -13,7 +13,8 @@ import pytest
 from aiohttp import web
 from tests.unit.rollout_world import World, eventually, world
 
-from rose.front.connections import Doorkeeper
+from rose.config.device import FrontSettings
+from rose.front.connections import HttpServer
 from rose.models.folder import ModelFolder, load_model_folder
 from rose.models.presets import write_preset
 
@@ -124,12 +125,9 @@ def test_a_finished_trajectory_takes_no_turns_even_after_it_was_handed_out(folde
 @pytest.mark.parametrize("words", [b"", b"POST /v1/trajectories HTTP/1.1\r\nHost: x\r\nX-Slow: "])
 def test_who_never_says_what_it_wants_is_cut_off(words: bytes) -> None:
     async def story() -> None:
-        runner = web.AppRunner(web.Application(), access_log=None)
-        await runner.setup()
-        assert runner.server is not None
+        server = HttpServer(web.Application(), FrontSettings(read_timeout_s=0.2), "rose.test", 8)
         listener = socket.create_server(("127.0.0.1", 0))
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Doorkeeper(runner.server, 8, patience_s=0.2), sock=listener)
+        await server.listen(listener)
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(words)
         said = b""
@@ -138,8 +136,7 @@ def test_who_never_says_what_it_wants_is_cut_off(words: bytes) -> None:
                 said = await reader.read()
         assert said == b""
         writer.close()
-        server.close()
-        await runner.cleanup()
+        await server.close()
 
     asyncio.run(story())
 

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "vllm":
         return lend_vllm.run(arguments)
     if arguments.action == "token":
-        print(_card(arguments.url).rollout_token)
+        print(_known(_card(arguments.url).rollout_token, "ROSE_ROLLOUT_TOKEN"))
         return 0
     url, token = _where(arguments.url)
     action = "remove" if arguments.action == "drain" and arguments.remove else arguments.action
@@ -74,7 +74,15 @@ def _where(url: str | None) -> tuple[str, str]:
     card = _card(url)
     if not card.url:
         raise ConfigError(f"{card.rollout_model} has this device for itself: there is no lending to control")
-    return card.url, card.owner_token
+    return card.url, _known(card.owner_token, "ROSE_OWNER_TOKEN")
+
+
+def _known(token: str, variable: str) -> str:
+    """The token of a registry entry, or of the environment. A device writes no token that it was given."""
+    found = token or os.environ.get(variable)
+    if not found:
+        raise ConfigError(f"the device was started with {variable} set", hint=f"set {variable} here too")
+    return found
 
 
 def _card(url: str | None) -> Any:

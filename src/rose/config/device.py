@@ -46,6 +46,12 @@ class FrontSettings:
     tool_parser: Literal["hermes", "text"] = setting(
         "hermes", "how tool calls are read: <tool_call> blocks as in Hermes and Qwen, or left as text"
     )
+    obey_priority: bool = setting(False, "whether clients may choose the `priority` of their requests")
+    allowed_hosts: tuple[str, ...] = setting(
+        (), "names beside localhost by which clients may call a device that listens on this machine only"
+    )
+    ssl_certfile: str | None = setting(None, "PEM file with the certificate for HTTPS; null listens without TLS")
+    ssl_keyfile: str | None = setting(None, "PEM file with its private key, if it is not in ssl_certfile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,7 @@ class LendSettings:
 @dataclass(frozen=True, slots=True)
 class RolloutFrontSettings(FrontSettings):
     port: int = setting(8001, "TCP port of the rollouts' own door; 0 takes a free one", minimum=0, maximum=65535)
+    obey_priority: bool = setting(True, "whether clients may choose the `priority` of their requests")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from rose.config.schema import setting
 class GatewaySettings(FrontSettings):
     port: int = setting(8002, "TCP port; 0 takes a free one", minimum=0, maximum=65535)
     max_body_bytes: int = setting(16 << 20, "largest request body", minimum=1024, maximum=1 << 30)
+    obey_priority: bool = setting(True, "whether clients may choose the `priority` of their requests")
     model_name: str | None = setting(None, "name that clients use for the rollout model; the folder's if null")
     wait_s: float = setting(30.0, "longest a turn waits for a worker before the answer is 503", minimum=0.1)
     max_waiting: int = setting(4096, "most turns that wait; beyond it the answer is 429", minimum=0)

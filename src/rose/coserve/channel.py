@@ -19,9 +19,11 @@ from typing import cast
 import msgspec
 
 from rose.config.device import DeviceSettings
+from rose.config.environment import without_secrets
 from rose.coserve import messages
 from rose.coserve.device import check_device, thread_environment
 from rose.coserve.mailbox import MAILBOX_TOKENS, Mailbox
+from rose.coserve.supervision import settle, supervise
 from rose.engines.base import EngineFacts, Request, TokenEvent
 from rose.errors import RequestRefused, RoseError, Unavailable
 
@@ -57,7 +59,7 @@ class Channel(asyncio.Protocol):
         self._next_tag = 1
         self._failure: RoseError | None = None
         self._closing = False
-        self._burial = loop.create_task(self._bury())
+        self._burial = supervise(self._bury(), "the end of an engine's connection", self._end)
 
     @property
     def in_flight(self) -> int:
@@ -131,7 +133,7 @@ class Channel(asyncio.Protocol):
         try:
             for body in self._frames.push(data):
                 self._receive(messages.decode_event(body))
-        except (msgspec.DecodeError, Unavailable) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, Unavailable) as error:
             self._failure = Unavailable(f"the engine process sent something unreadable: {error}")
             self._give_up()
 
@@ -190,14 +192,20 @@ class Channel(asyncio.Protocol):
         if not self._ready.done():
             self._ready.set_exception(failure)
             self._ready.exception()  # seen: a channel nobody waits for may end before it is ready
-        gone = failure if isinstance(failure, Unavailable) else Unavailable(failure.what, hint=failure.hint)
+        self._end(failure if isinstance(failure, Unavailable) else Unavailable(failure.what, hint=failure.hint))
+
+    def _end(self, gone: Unavailable) -> None:
+        """Tell every reader, and every task that waits for a reply or for the engine to be ready."""
+        if not self._ready.done():
+            self._ready.set_exception(gone)
+            self._ready.exception()  # seen
         for mailbox in set(self._mailboxes.values()):
             mailbox.fail(gone)
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(gone)
         self._mailboxes.clear()
-        self.gone.set_result(gone)
+        settle(self.gone, gone)
 
     async def _epitaph(self) -> str:
         return "this side of the engine process is closed"
@@ -235,7 +243,7 @@ class DeviceChannel(Channel):
 
         A device that is lent takes rollouts at `door`, a socket that listens and stays its maker's (see door.py).
         """
-        environment = os.environ | thread_environment(check_device(command.device))
+        environment = without_secrets(os.environ) | thread_environment(check_device(command.device))
         ours, theirs = socket.socketpair()
         numbers = [theirs.fileno()] + ([door.fileno()] if door is not None else [])
         arguments = [sys.executable, "-m", "rose.coserve.executor", *map(str, [numbers[0], os.getpid(), *numbers[1:]])]

@@ -18,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from rose.coserve.messages import Command, Event, FrameReader, decode_command, frame
 from rose.errors import Unavailable
 
@@ -27,7 +29,7 @@ RECEIVE_BYTES = 1 << 18
 
 
 class Closed(Exception):
-    """The front is gone."""
+    """The front is gone, or sends what is no command."""
 
 
 class EngineLink:
@@ -69,9 +71,15 @@ class EngineLink:
         """
         while True:
             while self._arrived:
-                yield decode_command(self._arrived.popleft())
+                yield self._next()
             if not self._read():
                 return
+
+    def _next(self) -> Command:
+        try:
+            return decode_command(self._arrived.popleft())
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Closed from error
 
     def _read(self) -> bool:
         try:
@@ -82,7 +90,10 @@ class EngineLink:
             raise Closed from error
         if not data:
             raise Closed
-        self._arrived.extend(self._reader.push(data))
+        try:
+            self._arrived.extend(self._reader.push(data))
+        except Unavailable as error:  # the length of a frame that no front of ours sends
+            raise Closed from error
         return True
 
     def send(self, event: Event) -> None:

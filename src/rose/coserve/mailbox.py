@@ -13,7 +13,7 @@ from rose.engines.base import TokenEvent
 from rose.errors import RoseError
 
 MAILBOX_TOKENS = 1 << 16  # tokens and alternatives one reader may leave unread: some ten megabytes
-PATIENT_TOKENS = MAILBOX_TOKENS // 4  # even a reader that waits for an end is woken by this much
+PATIENT_TOKENS = 4096  # even a reader that waits for an end is woken by this much: decoding it takes some 10 ms
 
 
 class Mailbox:

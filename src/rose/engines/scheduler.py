@@ -1,16 +1,15 @@
 """Continuous batching: everything a step engine decides, and nothing it computes.
 
-Requests wait in order of (priority, arrival), run until they stop, and may be put back. A step takes one new
-token of every request that is decoding and fills what is left of the token budget with pieces of prompts
-(chunked prefill), oldest first. When the budget holds fewer requests than are running, those served longest
-ago go first, so nobody starves.
+Requests wait in order of arrival, run until they stop, and may be put back. A priority moves a request forwards or
+backwards in that order, by a bounded number of places: a request that waits is overtaken only so often, and none
+starves. A step takes one new token of every request that is decoding and fills what is left of the token budget with
+pieces of prompts (chunked prefill), oldest first. If it holds fewer than run, those served longest ago go first.
 
 A request is let in only when blocks for all its known tokens are there, and only if it could finish alone
 within the KV limit; so when blocks run out while decoding, putting back the youngest always helps, and the
 oldest always finishes. What is put back is recomputed later, from whatever the prefix cache still holds.
 
-An engine calls `plan`, computes, and gives the sampled tokens to `complete`. The simulated and the embedded
-engine share this class; they differ in where tokens and time come from.
+An engine calls `plan`, computes, and gives the sampled tokens to `complete`. All our engines share this class.
 """
 
 from __future__ import annotations
@@ -33,6 +32,9 @@ from rose.engines.base import (
 from rose.engines.blocks import BlockPool, block_digest, root_digest
 from rose.errors import ContextTooLong, QueueFull, RequestRefused, Unavailable
 
+PRIORITY_PLACES = 64  # places in the queue that one level of priority is worth
+PRIORITY_LEVELS = 128  # up and down; further ones count as the last, so at most 16,384 later requests go first
+PRIORITY_TURNS = 8  # levels by which one running request goes before another that was served longer ago
 GONE_KEPT = 64  # entries in the queue of requests that are gone: so many are cheaper to skip than to take out
 
 
@@ -68,7 +70,13 @@ class LiveRequest:
 
     @property
     def key(self) -> tuple[int, int]:
-        return (self.request.priority, self.order)
+        """Place in the queue: lower runs first."""
+        return (self.order + PRIORITY_PLACES * _level(self.request.priority, PRIORITY_LEVELS), self.order)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Place among the running requests if a step cannot hold all of them: lower runs first."""
+        return (self.last_planned + _level(self.request.priority, PRIORITY_TURNS), self.order)
 
     @property
     def produced(self) -> int:
@@ -80,6 +88,10 @@ class LiveRequest:
 
     def partial(self) -> Partial:
         return Partial(tuple(self.token_ids[len(self.request.prompt_ids) :]), tuple(self.logprobs), tuple(self.spans))
+
+
+def _level(priority: int, most: int) -> int:
+    return max(-most, min(most, priority))
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +329,7 @@ class BatchScheduler:
         tokens, seats = budget.tokens, budget.sequences
         order = self.running
         if len(order) > min(tokens, seats):
-            order = sorted(order, key=lambda s: (s.request.priority, s.last_planned, s.order))
+            order = sorted(order, key=lambda s: s.turn)
         decoding = [s for s in order if len(s.token_ids) - s.computed == 1]
         prefilling = [s for s in order if len(s.token_ids) - s.computed != 1]
         for sequence in [*decoding, *prefilling]:

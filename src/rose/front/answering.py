@@ -17,16 +17,18 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from rose.errors import RoseError
+from rose.front.connections import drained
 from rose.front.context import Front
+from rose.front.encoding import ENCODER, encode_parts
 from rose.front.events import EventStream, ReaderGone
 from rose.front.failures import bad_request, failure_of
 from rose.front.generation import Choice, Generation, Piece, WeightSpan
+from rose.front.offload import offload_surely
 from rose.front.replies import Placed, PromptTokensDetails, Usage, WeightVersion
 from rose.front.requests import StreamOptions
 
 ARRIVAL = web.RequestKey("arrival_s", float)
-
-_encoder = msgspec.json.Encoder()
+INLINE_ENTRIES = 8192  # rendered in some 10 ms; more is done in a thread
 
 
 class Form(Protocol):
@@ -53,11 +55,29 @@ async def answer(
         if stream:
             return await _stream(front, request, generation, form)
         await generation.finish()
-    return json_response(form.whole(choices))
+    if sum(map(_entries, choices)) <= INLINE_ENTRIES:
+        return json_response(form.whole(choices))
+    return await _send_parts(request, await offload_surely(lambda: encode_parts(form.whole(choices))))
+
+
+async def _send_parts(request: web.Request, parts: Sequence[bytes]) -> web.StreamResponse:
+    """Send a large answer without ever holding it in one piece."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    response.content_length = sum(map(len, parts))
+    await response.prepare(request)
+    for part in parts:
+        await response.write(part)
+        await drained(request)
+    return response
+
+
+def _entries(choice: Choice) -> int:
+    """How many tokens and alternatives its answer may list."""
+    return len(choice.token_ids) * (1 + choice.request.sampling.top_logprobs)
 
 
 def json_response(body: msgspec.Struct) -> web.Response:
-    return web.Response(body=_encoder.encode(body), content_type="application/json")
+    return web.Response(body=ENCODER.encode(body), content_type="application/json")
 
 
 def new_id(prefix: str, wanted: str | None = None) -> str:
@@ -114,7 +134,7 @@ def placed_of(choices: Sequence[Choice], place: Placed | None) -> Placed | Unset
 
 async def _stream(front: Front, request: web.Request, generation: Generation, form: Form) -> web.StreamResponse:
     pieces = await generation.next()
-    stream = EventStream(request, front.settings.slow_reader_s)
+    stream = EventStream(request)
     # Without a reader there is nobody to tell; leaving the generation cancels what is left of it.
     with contextlib.suppress(ReaderGone):
         await stream.open()

@@ -10,12 +10,16 @@ from aiohttp import web
 
 from rose.errors import RoseError
 from rose.front.answering import ARRIVAL
+from rose.front.callers import CallerCheck
 from rose.front.context import Front
 from rose.front.failures import Failure, failure_of, failure_of_http
 from rose.front.routes import OPENAPI_PATH, Handler, openapi, routes_of
-from rose.front.tokens import check_bearer
+from rose.front.tokens import brake, check_bearer
 
 logger = logging.getLogger("rose.front")
+
+# What monitors ask for, and the controls, which have a token of their own.
+WITHOUT_KEY = ("/health", "/version", "/metrics", "/rose/")
 
 Next = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -29,6 +33,8 @@ class InFlight:
 
 
 def application(front: Front, in_flight: InFlight) -> web.Application:
+    callers = CallerCheck(front.settings)
+
     @web.middleware
     async def guard(request: web.Request, handler: Next) -> web.StreamResponse:
         request[ARRIVAL] = time.monotonic()
@@ -36,10 +42,14 @@ def application(front: Front, in_flight: InFlight) -> web.Application:
         try:
             if in_flight.draining:
                 raise _shutting_down()
+            callers.check(request)
             if front.token is not None:
                 check_bearer(request, front.token)
+            elif front.api_key is not None and not request.path.startswith(WITHOUT_KEY):
+                check_bearer(request, front.api_key)
             return await _answer(request, handler)
         except Failure as failure:
+            await brake(request, failure)
             return failure.response()
         finally:
             in_flight.count -= 1

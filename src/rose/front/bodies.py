@@ -21,6 +21,9 @@ Neutral = Mapping[str, tuple[Any, ...]]
 
 _PATH = re.compile(r" - at `(?P<path>[^`]*)`\Z")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+NAME_SHOWN = 80  # characters of a name that clients chose; suggestions look no further either
+MESSAGE_SHOWN = 400  # characters: a message may quote the value, which may be the whole body
+NEUTRAL_BYTES_MAX = 256  # no neutral value is longer
 _raw_fields: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -52,10 +55,11 @@ class BodyReader(Generic[Body]):
         accepted = self.neutral.get(name)
         param = self._prefix + name
         if accepted is None:
-            near = difflib.get_close_matches(name, [*self._fields, *self.neutral], n=1)
+            near = difflib.get_close_matches(name[:NAME_SHOWN], [*self._fields, *self.neutral], n=1)
             hint = f"; did you mean `{self._prefix}{near[0]}`?" if near else ""
-            raise bad_request(f"unknown parameter `{param[:80]}`{hint}", param=param[:80], code="unknown_parameter")
-        value = msgspec.json.decode(raw)
+            param = param[:NAME_SHOWN]
+            raise bad_request(f"unknown parameter `{param}`{hint}", param=param, code="unknown_parameter")
+        value = msgspec.json.decode(raw) if len(memoryview(raw)) <= NEUTRAL_BYTES_MAX else raw
         if value is not None and not any(_same(value, neutral) for neutral in accepted):
             shown = " or ".join(msgspec.json.encode(neutral).decode() for neutral in (*accepted, None))
             message = f"`{param}` is not implemented; leave it out or send {shown}"
@@ -65,12 +69,13 @@ class BodyReader(Generic[Body]):
         """`Expected `int`, got `str` - at `$.a.b[0]`` names the parameter; a misspelt inner key gets a suggestion."""
         found = _PATH.search(message)
         path = found["path"].removeprefix("$").removeprefix(".") if found else ""
-        what = message[: found.start()] if found else message
-        param = self._prefix + path
+        what = (message[: found.start()] if found else message)[:MESSAGE_SHOWN]
+        param = self._prefix + path[:MESSAGE_SHOWN]
         unknown = _UNKNOWN.match(what)
         if unknown:
             param = f"{param}.{unknown['name']}".lstrip(".")
-            return bad_request(f"unknown parameter `{param[:80]}`", param=param[:80], code="unknown_parameter")
+            param = param[:NAME_SHOWN]
+            return bad_request(f"unknown parameter `{param}`", param=param, code="unknown_parameter")
         where = f"`{param.rstrip('.')}`: " if param else "the body: "
         return bad_request(where + what[:1].lower() + what[1:], param=param.rstrip(".") or None, code="invalid_value")
 

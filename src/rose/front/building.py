@@ -19,6 +19,7 @@ def build_front(
     *,
     metrics: Metrics | None = None,
     token: str | None = None,
+    api_key: str | None = None,
     desk: LendingDesk | None = None,
 ) -> Front:
     name = name or folder.name
@@ -26,5 +27,14 @@ def build_front(
     longest = max((len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.size)), default=1)
     figures = FrontMetrics(name, lambda: engine.facts, metrics)
     return Front(
-        name, folder.spec.vocabulary, tokenizer, engine, figures, settings, max(1, longest), token=token, desk=desk
+        name,
+        folder.spec.vocabulary,
+        tokenizer,
+        engine,
+        figures,
+        settings,
+        max(1, longest),
+        token=token,
+        api_key=api_key,
+        desk=desk,
     )

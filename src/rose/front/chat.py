@@ -164,7 +164,7 @@ async def chat_completions(front: Front, request: web.Request) -> web.StreamResp
 
 async def respond(front: Front, request: web.Request, body: ChatBody) -> web.StreamResponse:
     check_chat(front, body)
-    text = front.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, body.tools)
+    text = await front.render_apart(body)
     prompt = await front.encode(text, add_special_tokens=False)
     check_prompt(front, prompt, "messages")
     reply_id = new_id("chatcmpl", body.request_id)

@@ -15,10 +15,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from rose.coserve.supervision import supervise
 from rose.front.handle import EngineHandle
 from rose.observe.metrics import Metrics
 
 logger = logging.getLogger("rose.front")
+
+PAUSE_FIRST_S, PAUSE_LONGEST_S = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,11 @@ class Companion:
 
 @contextlib.asynccontextmanager
 async def accompanied(engine: EngineHandle, metrics: Metrics, companion: Companion | None) -> AsyncIterator[None]:
-    """Its failure is logged and is nobody else's: the device goes on."""
+    """Run the companion meanwhile. If it fails, that is logged and it is started again: the device goes on."""
     if companion is None:
         yield
         return
-    task = asyncio.create_task(_run(engine, metrics, companion))
+    task = supervise(_keep(engine, metrics, companion), companion.factory, lambda reason: None)
     try:
         yield
     finally:
@@ -47,9 +50,21 @@ async def accompanied(engine: EngineHandle, metrics: Metrics, companion: Compani
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _run(engine: EngineHandle, metrics: Metrics, companion: Companion) -> None:
+async def _keep(engine: EngineHandle, metrics: Metrics, companion: Companion) -> None:
+    """Until the companion ends by itself, or is cancelled."""
+    pause_s = PAUSE_FIRST_S
+    while not await _run(engine, metrics, companion):
+        logger.error("%s is started again in %g s", companion.factory, pause_s)
+        await asyncio.sleep(pause_s)
+        pause_s = min(PAUSE_LONGEST_S, 2 * pause_s)
+
+
+async def _run(engine: EngineHandle, metrics: Metrics, companion: Companion) -> bool:
+    """Return whether it ended by itself, not by an error."""
     module, _, name = companion.factory.partition(":")
     try:
         await getattr(importlib.import_module(module), name)(engine, metrics, companion.arguments)
     except Exception:
         logger.exception("%s failed; the device goes on without it", companion.factory)
+        return False
+    return True

@@ -118,7 +118,7 @@ async def respond(front: Front, request: web.Request, body: CompletionBody) -> w
     choices = choices_of(
         front,
         body,
-        await encode_prompts(front, body.prompt),
+        await encode_prompts(front, body),
         reply_id=reply_id,
         arrival_s=request[ARRIVAL],
         max_tokens=body.max_tokens,

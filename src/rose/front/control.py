@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rose.bounds import Share
 from rose.coserve.messages import Control
 from rose.front.answering import json_response
 from rose.front.bodies import BodyReader
@@ -24,8 +25,8 @@ ACTIONS = ("pause", "resume", "drain", "remove", "dry-run", "limits")
 class ControlBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Only `limits` has anything to say: shares of the KV memory and of the device's time, 0 to 1."""
 
-    memory_share: float | None = None
-    compute_share: float | None = None
+    memory_share: Share | None = None
+    compute_share: Share | None = None
 
 
 READER = BodyReader(ControlBody)

@@ -1,7 +1,6 @@
-"""What a device leaves in the user's cache while it runs, so that `rose lend` finds it: addresses and tokens.
+"""The registry entry of a device, by which `rose lend` finds it: addresses, and the tokens that it made itself.
 
-One file per device, readable by its user only, removed when the device stops. What a killed device left behind is
-told by its process id and skipped.
+A token that came from the environment is not written: who set it has it.
 """
 
 from __future__ import annotations
@@ -13,43 +12,42 @@ from pathlib import Path
 
 import msgspec
 
+from rose.bounds import Count, Label, Text
+from rose.front.registry import entries, registered, registry_folder
+from rose.front.tokens import OWNER_VARIABLE, ROLLOUT_VARIABLE
+
 
 class DeviceCard(msgspec.Struct, frozen=True):
-    process_id: int
-    model: str
-    rollout_model: str
-    url: str
-    rollout_url: str
-    owner_token: str
-    rollout_token: str
+    """A token is empty if the device has none of that kind, or has it from the environment."""
+
+    process_id: Count
+    model: Text
+    rollout_model: Text
+    url: Text
+    rollout_url: Text
+    owner_token: Label
+    rollout_token: Label
 
 
 def folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "rose" / "devices"
+    return registry_folder("devices")
 
 
 @contextmanager
 def shown(card: DeviceCard) -> Iterator[None]:
-    """While the device runs. A cache that cannot be written is no reason not to serve."""
-    path = folder() / f"{card.process_id}.json"
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(card))
-    try:
+    """Keep the entry while the device runs."""
+    if OWNER_VARIABLE in os.environ:
+        card = msgspec.structs.replace(card, owner_token="")
+    if ROLLOUT_VARIABLE in os.environ:
+        card = msgspec.structs.replace(card, rollout_token="")
+    with registered(folder(), msgspec.json.encode(card)):
         yield
-    finally:
-        with suppress(OSError):
-            path.unlink()
 
 
 def running() -> list[DeviceCard]:
     """Every lent device of this user on this machine."""
     found = []
-    for path in sorted(folder().glob("*.json")):
-        with suppress(OSError, msgspec.DecodeError):
-            card = msgspec.json.decode(path.read_bytes(), type=DeviceCard)
-            if Path(f"/proc/{card.process_id}").exists():
-                found.append(card)
+    for content in entries(folder()):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            found.append(msgspec.json.decode(content, type=DeviceCard))
     return found

@@ -1,30 +1,27 @@
 """Server-sent events to one client.
 
-Chunks of one step go out in one write. A client that takes nothing for `slow_reader_s` is cut off, so that it holds
-no more than its own buffers; nobody else waits for it.
+Chunks of one step go out in one write. While a client is behind nothing more is written for it; if it takes nothing
+for too long its connection is cut (connections.py).
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 
 import msgspec
 from aiohttp import web
 
-from rose.front.connections import cut
+from rose.front.connections import drained
+from rose.front.encoding import ENCODER
 from rose.front.failures import Failure
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-ROOM_BYTES = 32 << 10  # half of what a transport takes before it makes writers wait: below it, no need for a timer
-
-_encoder = msgspec.json.Encoder()
 
 
 def event(data: msgspec.Struct) -> bytes:
     """One event. JSON has no raw line ends, so a chunk is always one line."""
-    return b"data: " + _encoder.encode(data) + b"\n\n"
+    return b"data: " + ENCODER.encode(data) + b"\n\n"
 
 
 class ReaderGone(Exception):
@@ -34,10 +31,9 @@ class ReaderGone(Exception):
 class EventStream:
     """A response that is written as it comes."""
 
-    def __init__(self, request: web.Request, slow_reader_s: float) -> None:
+    def __init__(self, request: web.Request) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self._request = request
-        self._slow_reader_s = slow_reader_s
 
     async def open(self) -> None:
         """Raises ReaderGone."""
@@ -62,14 +58,8 @@ class EventStream:
     async def _write(self, data: bytes) -> None:
         if not data:
             return
-        transport = self._request.transport
         try:
-            if transport is not None and transport.get_write_buffer_size() + len(data) < ROOM_BYTES:
-                await self.response.write(data)
-                return
-            async with asyncio.timeout(self._slow_reader_s):
-                await self.response.write(data)
-        except (TimeoutError, ConnectionError) as error:
-            if transport is not None:
-                cut(transport)
+            await self.response.write(data)
+            await drained(self._request)
+        except ConnectionError as error:
             raise ReaderGone from error

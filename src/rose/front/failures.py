@@ -50,12 +50,24 @@ class Failure(Exception):
         self.headers = headers or {}
 
     def encode(self) -> bytes:
-        return msgspec.json.encode(self.body)
+        try:
+            return msgspec.json.encode(self.body)
+        except UnicodeEncodeError:  # it quotes bytes of a header or an address that are no text
+            detail = self.body.error
+            message, param = (_text_of(part) for part in (detail.message, detail.param or ""))
+            return msgspec.json.encode(ErrorBody(ErrorDetail(message, detail.type, param or None, detail.code)))
 
     def response(self) -> web.Response:
-        return web.Response(
+        found = web.Response(
             status=self.status, body=self.encode(), content_type="application/json", headers=self.headers
         )
+        if self.headers.get("Connection") == "close":
+            found.force_close()  # the header alone would leave the connection open
+        return found
+
+
+def _text_of(quoted: str) -> str:
+    return quoted.encode(errors="replace").decode()
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = "invalid_value") -> Failure:

@@ -112,7 +112,7 @@ async def respond(front: Front, request: web.Request, body: GenerateBody) -> web
         prompt_ids=tuple(body.token_ids),
         sampling=with_seed(sampling, wanted.seed, 0),
         tenant=body.cache_salt or "",
-        priority=body.priority or 0,
+        priority=front.priority_of(body.priority),
         arrival_s=request[ARRIVAL],
     )
     form = GenerateForm(front, body, wanted.logprobs, reply_id)

@@ -7,22 +7,17 @@ ended with an error. An engine that cannot be kept running ends the door too, wi
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from aiohttp import web
-
 from rose.front.application import InFlight, application
-from rose.front.connections import Doorkeeper
+from rose.front.connections import HttpServer
 from rose.front.context import Front
-from rose.front.ports import cannot_listen
+from rose.front.loops import settle_process
+from rose.front.ports import connections_limit
 
-BACKLOG = 1024
-KEEP_ALIVE_S = 75.0
-FAREWELL_S = 1.0  # for handlers to say that the device is going
 Say = Callable[[str], None]
 
 
@@ -30,46 +25,24 @@ async def answer_until(
     front: Front, listener: socket.socket, signals: Signals, say: Say, *, on_open: Callable[[], None]
 ) -> None:
     """Answer at this door until a signal comes; `on_open` is called when it is open."""
+    settle_process()
     in_flight = InFlight()
-    runner = web.AppRunner(
-        application(front, in_flight),
-        handler_cancellation=True,  # a client that leaves is noticed, and its request cancelled
-        access_log=None,
-        logger=_quiet_logger(),
-        keepalive_timeout=KEEP_ALIVE_S,
-        shutdown_timeout=FAREWELL_S,
-    )
-    await runner.setup()
-    http = runner.server
-    assert http is not None
+    most = connections_limit(front.settings.max_connections, say)
+    server = HttpServer(application(front, in_flight), front.settings, "rose.front.http", most)
     try:
-        server = await asyncio.get_running_loop().create_server(
-            lambda: Doorkeeper(http, front.settings.max_connections, front.settings.read_timeout_s),
-            sock=listener,
-            backlog=BACKLOG,
-        )
-    except OSError as error:
-        raise cannot_listen(front.settings, error) from error
-    try:
+        await server.listen(listener)
         on_open()
         ends: list[asyncio.Future[Any]] = [signals.first, front.engine.gave_up]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        server.close()
+        server.stop_listening()
         if front.engine.gave_up.done():
             raise front.engine.gave_up.result()
         await _drain(front, in_flight, signals, say)
     finally:
         in_flight.draining = True
-        server.close()
+        server.stop_listening()
         await front.engine.close()
-        await runner.cleanup()
-
-
-def _quiet_logger() -> logging.Logger:
-    """aiohttp reports what clients do wrong with a traceback; what we do wrong, the application reports itself."""
-    found = logging.getLogger("rose.front.http")
-    found.setLevel(logging.CRITICAL)
-    return found
+        await server.close()
 
 
 async def _drain(front: Front, in_flight: InFlight, signals: Signals, say: Say) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar, cast
 
+import msgspec
+
+from rose.front.encoding import EncodedList
 from rose.front.generation import Alternatives, Piece
 from rose.front.replies import (
     ChatLogprobs,
@@ -17,11 +22,31 @@ from rose.front.replies import (
 )
 from rose.models.tokenizer import Tokenizer
 
+BATCH = 32  # tokens, of up to 21 entries each, that are encoded at once
 LOGPROB_MIN = -9999.0  # JSON has no infinity; OpenAI and vLLM write this for "never"
+
+Item = TypeVar("Item")
+_encoder = msgspec.json.Encoder()
 
 
 def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else LOGPROB_MIN
+
+
+def in_batches(items: Iterable[Item]) -> list[Item]:
+    """The items as a list for an encoder; of many, each batch is encoded here as it comes.
+
+    In one go, encoding would hold Python's lock for too long, and so would the collector with millions of objects.
+    """
+    remaining = iter(items)
+    batch, encoded = list(islice(remaining, BATCH)), list[bytes]()
+    while more := list(islice(remaining, BATCH)):
+        encoded.append(_encoder.encode(batch)[1:-1])
+        batch = more
+    if not encoded:
+        return batch
+    encoded.append(_encoder.encode(batch)[1:-1])
+    return cast(list[Item], EncodedList(encoded))
 
 
 def _all_finite(logprobs: Sequence[float]) -> Sequence[float]:
@@ -36,18 +61,23 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 def completion_logprobs(tokenizer: Tokenizer, pieces: Iterable[Piece], top: int, offset: int = 0) -> CompletionLogprobs:
     """`offset` is where the first token's text starts; with `top` 0 only the sampled tokens are listed."""
-    found = CompletionLogprobs([], [], [] if top else None, [])
-    for token_id, logprob, alternatives in _tokens(pieces):
-        text = token_text(tokenizer, token_id)
-        found.tokens.append(text)
-        found.token_logprobs.append(finite(logprob))
-        found.text_offset.append(offset)
-        offset += len(text)
-        if found.top_logprobs is not None:
+    found = CompletionLogprobs([], [], None, [])
+
+    def best_of_each() -> Iterator[dict[str, float]]:
+        place = offset
+        for token_id, logprob, alternatives in _tokens(pieces):
+            text = token_text(tokenizer, token_id)
+            found.tokens.append(text)
+            found.token_logprobs.append(finite(logprob))
+            found.text_offset.append(place)
+            place += len(text)
             best: dict[str, float] = {}
             for other, value in (*alternatives[:top], (token_id, logprob)):
                 best.setdefault(token_text(tokenizer, other), finite(value))  # two halves of characters look alike
-            found.top_logprobs.append(best)
+            yield best
+
+    best = in_batches(best_of_each())
+    found.top_logprobs = best if top else None
     return found
 
 
@@ -55,29 +85,33 @@ def chat_logprobs(tokenizer: Tokenizer, pieces: Iterable[Piece], top: int) -> Ch
     def shown(token_id: int, logprob: float) -> TopLogprob:
         return TopLogprob(token_text(tokenizer, token_id), finite(logprob), list(tokenizer.token_bytes(token_id)))
 
-    content = []
-    for token_id, logprob, alternatives in _tokens(pieces):
-        sampled = shown(token_id, logprob)
-        best = [shown(other, value) for other, value in alternatives[:top]]
-        content.append(TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, best))
-    return ChatLogprobs(content)
+    def content() -> Iterator[TokenLogprob]:
+        for token_id, logprob, alternatives in _tokens(pieces):
+            sampled = shown(token_id, logprob)
+            best = [shown(other, value) for other, value in alternatives[:top]]
+            yield TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, best)
+
+    return ChatLogprobs(in_batches(content()))
 
 
 def generate_logprobs(pieces: Iterable[Piece], top: int) -> GenerateLogprobs:
     """`top` 0 or 1 means the sampled token only, as trainers ask for every token there is."""
     if top <= 1:
         return GenerateLogprobs(
-            [
+            in_batches(
                 GenerateLogprob(f"token_id:{token_id}", token_id, logprob)
                 for piece in pieces
                 for token_id, logprob in zip(piece.token_ids, _all_finite(piece.logprobs))
-            ]
+            )
         )
-    content = []
-    for token_id, logprob, alternatives in _tokens(pieces):
-        best = [GenerateTopLogprob(f"token_id:{other}", other, finite(value)) for other, value in alternatives[:top]]
-        content.append(GenerateLogprob(f"token_id:{token_id}", token_id, finite(logprob), best))
-    return GenerateLogprobs(content)
+
+    def content() -> Iterator[GenerateLogprob]:
+        for token_id, logprob, alternatives in _tokens(pieces):
+            kept = alternatives[:top]
+            best = [GenerateTopLogprob(f"token_id:{other}", other, finite(value)) for other, value in kept]
+            yield GenerateLogprob(f"token_id:{token_id}", token_id, finite(logprob), best)
+
+    return GenerateLogprobs(in_batches(content()))
 
 
 def _tokens(pieces: Iterable[Piece]) -> Iterator[tuple[int, float, Alternatives]]:

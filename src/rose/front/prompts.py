@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
@@ -16,44 +17,53 @@ from rose.errors import ContextTooLong
 from rose.front.context import Front
 from rose.front.failures import bad_request
 from rose.front.generation import Choice
-from rose.front.requests import CHOICES_MAX, TEMPERATURE_MIN, GenerateSampling, Prompt, SamplingBody
+from rose.front.requests import CHOICES_MAX, TEMPERATURE_MIN, CompletionBody, GenerateSampling, Prompt, SamplingBody
 from rose.front.text import ChoiceText
 
 SEED_MASK = 2**63 - 1
 
 
 def prompts_of(prompt: Prompt) -> list[str | list[int]]:
-    """One prompt or several: a text, token ids, or a list of either; never a mixture."""
+    """Return the prompts of a request: a text, token ids, or a list of either; never a mixture."""
     if isinstance(prompt, str):
         return [prompt]
-    kinds = {type(item) for item in prompt}
+    if not isinstance(prompt[0], int):
+        check_choices(len(prompt), 1)
+    kinds = set(map(type, prompt))
     if len(kinds) > 1:
         raise bad_request("`prompt` mixes texts and token ids", param="prompt", code="invalid_type")
-    if kinds == {int}:
-        return [[item for item in prompt if isinstance(item, int)]]
-    return [item for item in prompt if isinstance(item, str | list)]
+    return [cast(list[int], prompt)] if kinds == {int} else cast(list[str | list[int]], prompt)
 
 
-async def encode_prompts(front: Front, prompt: Prompt) -> list[list[int]]:
-    """Token ids of every prompt of a completion request."""
-    encoded = []
-    for item in prompts_of(prompt):
-        ids = await front.encode(item, add_special_tokens=True) if isinstance(item, str) else item
+async def encode_prompts(front: Front, body: CompletionBody) -> list[list[int]]:
+    """Return the token ids of every prompt of a completion request."""
+    prompts = prompts_of(body.prompt)
+    check_choices(len(prompts), body.n or 1)
+    if all(isinstance(prompt, str) for prompt in prompts):
+        encoded = await front.encode_many(cast(list[str], prompts), add_special_tokens=True)
+    else:
+        encoded = cast(list[list[int]], prompts)
+    for ids in encoded:
         check_prompt(front, ids, "prompt")
-        encoded.append(ids)
     return encoded
+
+
+def check_choices(prompts: int, count: int) -> None:
+    """Raise Failure if a request asks for too many answers. Comes before any work on the prompts."""
+    if count * prompts > CHOICES_MAX:
+        raise bad_request(f"{prompts} prompts with n = {count} are more than {CHOICES_MAX} choices", param="n")
 
 
 def check_prompt(front: Front, token_ids: Sequence[int], param: str) -> None:
     if not token_ids:
         raise bad_request(f"`{param}` is empty; send at least one token", param=param)
-    if max(token_ids) >= front.vocabulary:
-        message = f"`{param}` has token id {max(token_ids)}; the vocabulary has {front.vocabulary}, counted from 0"
-        raise bad_request(message, param=param)
     if len(token_ids) >= front.context_tokens:
         raise ContextTooLong(
             f"the prompt has {len(token_ids)} tokens and leaves no room in the context of {front.context_tokens}"
         )
+    if max(token_ids) >= front.vocabulary:
+        message = f"`{param}` has token id {max(token_ids)}; the vocabulary has {front.vocabulary}, counted from 0"
+        raise bad_request(message, param=param)
 
 
 def max_tokens_of(front: Front, prompt_tokens: int, wanted: int | None, default: int | None) -> int:
@@ -114,22 +124,21 @@ def choices_of(
 ) -> list[Choice]:
     """`n` choices for every prompt, numbered as OpenAI does: all of the first prompt, then all of the second."""
     count = body.n or 1
-    if count * len(prompts) > CHOICES_MAX:
-        message = f"{len(prompts)} prompts with n = {count} are more than {CHOICES_MAX} choices"
-        raise bad_request(message, param="n")
+    check_choices(len(prompts), count)
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     choices: list[Choice] = []
     for prompt in prompts:
         limit = max_tokens_of(front, len(prompt), max_tokens, default_max_tokens)
         sampling = sampling_of(front, body, max_tokens=limit, top_logprobs=top_logprobs)
+        prompt_ids = tuple(prompt)
         for number in range(count):
             index = len(choices)
             request = Request(
                 request_id=f"{reply_id}-{index}",
-                prompt_ids=tuple(prompt),
+                prompt_ids=prompt_ids,
                 sampling=with_seed(sampling, body.seed, number),
                 tenant=body.cache_salt or "",
-                priority=body.priority or 0,
+                priority=front.priority_of(body.priority),
                 arrival_s=arrival_s,
             )
             text = ChoiceText(front.tokenizer.stream(), stops, sampling.min_tokens)

@@ -6,18 +6,21 @@ error message and the OpenAPI document cannot disagree. The default of every fie
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-INT32_MAX = 2**31 - 1
-INT64_MAX = 2**63 - 1
+from rose.bounds import INT32_MAX, INT64_MAX, TOKENS_MAX, Count, Label, Text, TokenId
+from rose.front.structure import CHECKED_BY, FreeJson, FreeObject
+
 CHOICES_MAX = 128
 TEMPERATURE_MIN = 0.01  # below it, logits divided by the temperature leave the range of a float; 0 is greedy
+PROMPT_CHARACTERS_MAX = 64 << 20  # the longest context, with tokens of 64 characters; `max_body_bytes` is less
+ARGUMENTS_CHARACTERS_MAX = 1 << 20  # of one call: a file that a model writes
+PARTS_MAX = 1 << 12  # of one message
 
-Name = Annotated[str, Meta(max_length=256)]
-TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+PromptText = Annotated[str, Meta(max_length=PROMPT_CHARACTERS_MAX)]
 Choices = Annotated[int, Meta(ge=1, le=CHOICES_MAX)]
 MaxTokens = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 MinTokens = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -28,6 +31,7 @@ MinP = Annotated[float, Meta(ge=0, le=1)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=10)]
 Seed = Annotated[int, Meta(ge=-INT64_MAX, le=INT64_MAX)]
 Priority = Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)]
+PromptIds = Annotated[list[TokenId], Meta(max_length=TOKENS_MAX)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1000)]
 StopTexts = Annotated[list[StopText], Meta(max_length=4)]
@@ -50,7 +54,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class SamplingBody(msgspec.Struct, kw_only=True):
     """What completions and chat share."""
 
-    model: Name | None = None
+    model: Label | None = None
     n: Choices | None = None
     max_tokens: MaxTokens | None = None
     min_tokens: MinTokens | None = None
@@ -68,17 +72,17 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
-    request_id: Name | None = None
+    request_id: Label | None = None
     # Accepted and not used: they concern a provider's books, not the answer.
-    user: str | None = None
-    session_id: str | None = None
+    user: Text | None = None
+    session_id: Text | None = None
     # Which trajectory this is a turn of: ours and ThunderAgent's word for it. A gateway reads them, a device does not.
     trajectory: SessionName | None = None
     program_id: SessionName | None = None
 
 
 # A text, token ids, or a list of either. msgspec cannot tell two kinds of list apart: `prompts_of` does.
-Prompt = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+Prompt = PromptText | Annotated[list[PromptText | TokenId | PromptIds], Meta(min_length=1, max_length=TOKENS_MAX)]
 
 
 class CompletionBody(SamplingBody, kw_only=True):
@@ -89,31 +93,32 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text"]
-    text: str
+    text: PromptText
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     """`arguments` is a JSON object, as text."""
 
     name: ToolName
-    arguments: str = ""
+    arguments: Annotated[str, Meta(max_length=ARGUMENTS_CHARACTERS_MAX)] = ""
 
 
 class CalledTool(msgspec.Struct, forbid_unknown_fields=True):
     """A call that an assistant's message made; `index` is left over from a stream."""
 
     function: CalledFunction
-    id: Name | None = None
+    id: Label | None = None
     type: Literal["function"] = "function"
-    index: int | None = None
+    index: Count | None = None
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class Function(FreeJson, forbid_unknown_fields=True, omit_defaults=True):
     """`strict` is accepted, as the official client insists on it; a call is what the model said, strict or not."""
 
+    FREE: ClassVar = ("parameters",)
     name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: PromptText | None = None
+    parameters: FreeObject | None = None
     strict: bool | None = None
 
 
@@ -138,14 +143,14 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """A message as clients send it back, with the empty fields that an assistant's message has."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: Name | None = None
-    tool_call_id: Name | None = None
+    content: PromptText | Annotated[list[TextPart], Meta(max_length=PARTS_MAX)] | None = None
+    name: Label | None = None
+    tool_call_id: Label | None = None
     tool_calls: Annotated[list[CalledTool], Meta(max_length=TOOLS_MAX)] | None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
-    refusal: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
+    annotations: Annotated[list[None], Meta(max_length=0)] | None = None
+    refusal: PromptText | None = None
+    reasoning: PromptText | None = None
+    reasoning_content: PromptText | None = None
     function_call: None = None
     audio: None = None
 
@@ -153,17 +158,18 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
-class ChatBody(SamplingBody, kw_only=True):
+class ChatBody(SamplingBody, FreeJson, kw_only=True):
+    FREE: ClassVar = ("chat_template_kwargs",)
     messages: Messages
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeObject | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None  # `check_tools` refuses the last two
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
 
 
 class GenerateSampling(msgspec.Struct, kw_only=True):
@@ -182,34 +188,38 @@ class GenerateSampling(msgspec.Struct, kw_only=True):
     logprobs: TopLogprobs | None = None
 
 
+RawSampling = Annotated[msgspec.Raw, Meta(extra={CHECKED_BY: "rose.front.generate.SAMPLING_READER"})]
+
+
 class GenerateBody(msgspec.Struct, kw_only=True):
     """Token ids in, token ids out. `sampling_params` is read by itself, so that its keys are as strict."""
 
-    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
-    sampling_params: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
-    model: Name | None = None
+    token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=TOKENS_MAX)]
+    sampling_params: RawSampling = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
+    model: Label | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None
-    request_id: Name | None = None
+    request_id: Label | None = None
     trajectory: SessionName | None = None
     program_id: SessionName | None = None
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True):
+class TokenizeBody(FreeJson, kw_only=True):
     """Either a prompt or messages."""
 
-    prompt: str | None = None
+    FREE: ClassVar = ("chat_template_kwargs",)
+    prompt: PromptText | None = None
     messages: Messages | None = None
-    model: Name | None = None
+    model: Label | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeObject | None = None
     tools: Tools | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    tokens: list[TokenId]
-    model: Name | None = None
+    tokens: PromptIds
+    model: Label | None = None

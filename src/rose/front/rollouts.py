@@ -25,17 +25,21 @@ import msgspec
 
 from rose.config.device import RolloutFrontSettings
 from rose.coserve.device import die_with_parent
+from rose.coserve.supervision import supervise
+from rose.errors import RoseError, Unavailable
 from rose.front.building import build_front
 from rose.front.companion import Companion, accompanied
 from rose.front.listening import Signals, answer_until
 from rose.front.loops import loop_factory
 from rose.front.seat import Seat
+from rose.front.tokens import API_KEY_VARIABLE, OWNER_VARIABLE
 from rose.models.folder import load_model_folder
 from rose.observe.metrics import Metrics
 
 logger = logging.getLogger("rose.front")
 
 NICENESS = 5  # below serving, above trainers
+NOT_FOR_ROLLOUTS = (OWNER_VARIABLE, API_KEY_VARIABLE)  # keys that this process has no use for
 PAUSE_FIRST_S, PAUSE_LONGEST_S = 0.5, 30.0
 HEALTHY_S = 60.0  # one that lived longer had worked: its death starts a new count
 LEAVE_S = 3.0
@@ -61,7 +65,7 @@ class RolloutProcess:
     def __init__(self, told: RolloutFront) -> None:
         self._told = told
         self._process: subprocess.Popen[bytes] | None = None
-        self._keeper = asyncio.create_task(self._keep())
+        self._keeper = supervise(self._keep(), "the supervisor of the rollouts' front", self._on_failure)
 
     @property
     def process_id(self) -> int | None:
@@ -83,19 +87,31 @@ class RolloutProcess:
         pause_s = PAUSE_FIRST_S
         while True:
             begin_s = time.monotonic()
-            self._process = process = self._start()
-            code = await _ended(process)
+            what = await self._run_once()
             if time.monotonic() - begin_s > HEALTHY_S:
                 pause_s = PAUSE_FIRST_S
-            logger.error("the rollouts' front left with code %d; starting it again in %g s", code, pause_s)
+            logger.error("%s; starting it again in %g s", what, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(PAUSE_LONGEST_S, 2 * pause_s)
+
+    def _on_failure(self, reason: Unavailable) -> None:
+        """Serving goes on, and so do rollouts as long as their front lives; only its restarts have ended."""
+        logger.error("the rollouts' front is not started again if it ends: %s", reason.what)
+
+    async def _run_once(self) -> str:
+        """Start the process and wait for its end; what happened."""
+        try:
+            self._process = process = self._start()
+        except OSError as error:  # no process, memory or descriptor to be had just now
+            return f"the rollouts' front cannot be started: {error.strerror}"
+        return f"the rollouts' front left with code {await _ended(process)}"
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-m", "rose.front.rollouts", str(os.getpid())],
             stdin=subprocess.PIPE,
             pass_fds=[self._told.listener],
+            env={name: value for name, value in os.environ.items() if name not in NOT_FOR_ROLLOUTS},
         )
         assert process.stdin is not None
         with contextlib.suppress(OSError), process.stdin as pipe:
@@ -134,6 +150,9 @@ def main() -> int:
             runner.run(run(told))
     except KeyboardInterrupt:
         return 0
+    except RoseError as error:
+        logger.error("%s", error)
+        return error.exit_code
     return 0
 
 

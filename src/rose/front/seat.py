@@ -1,7 +1,8 @@
 """The rollouts' seat at a lent device's engine: connects to its door, and again whenever the engine was restarted.
 
 The engine process belongs to the serving front; here is only a connection to it. While there is none, requests are
-refused with the reason. It never gives up by itself: the serving front ends this process when the device goes.
+refused with the reason. It gives up only if keeping the connection fails by a defect: then its process ends, and the
+serving front starts another.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from rose.coserve import messages
 from rose.coserve.channel import Channel
 from rose.coserve.mailbox import Mailbox
+from rose.coserve.supervision import settle, supervise
 from rose.engines.base import EngineFacts, Request
 from rose.errors import QueueFull, RoseError, Unavailable
 from rose.front.tally import Tally
@@ -40,7 +42,7 @@ class Seat:
         """Wait for the first connection."""
         while self._channel is None:
             await self._try()
-        self._keeper = asyncio.create_task(self._keep())
+        self._keeper = supervise(self._keep(), "the connection to the engine", lambda why: settle(self.gave_up, why))
 
     @property
     def trouble(self) -> Unavailable | None:

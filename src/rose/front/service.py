@@ -27,7 +27,14 @@ from rose.front.listening import Say, Signals, answer_until
 from rose.front.ports import take_port
 from rose.front.rollouts import RolloutFront, RolloutProcess
 from rose.front.supervisor import Supervisor
-from rose.front.tokens import OWNER_VARIABLE, ROLLOUT_VARIABLE, token_from
+from rose.front.tokens import (
+    API_KEY_VARIABLE,
+    OWNER_VARIABLE,
+    ROLLOUT_VARIABLE,
+    api_key_from_environment,
+    check_distinct,
+    token_from,
+)
 from rose.models.folder import load_model_folder
 from rose.observe.journal import Journal
 from rose.observe.metrics import Metrics
@@ -88,12 +95,13 @@ async def _serve(
         try:
             await signals.interrupts(engine.start())
             figures = Metrics()
-            front = build_front(folder, settings.model_name, door, engine, metrics=figures, token=token)
+            key = api_key_from_environment() if token is None else None
+            front = build_front(folder, settings.model_name, door, engine, metrics=figures, token=token, api_key=key)
             engine.on_step = front.metrics.observe
             if companion is not None:
                 seats = settings.engine.max_sequences
                 companion = companion.told(model=front.model_name, kind="dedicated", seats=seats)
-            with _card(front, None, listener, listener, token):
+            with _card(front, None, ("", _url(listener, door)), token):
                 async with accompanied(engine, figures, companion):
                     await answer_until(front, listener, signals, say, on_open=lambda: _welcome(front, listener, say))
         finally:
@@ -109,7 +117,7 @@ async def _serve_and_lend(
         rollout_listener.listen()
         door = held.enter_context(open_door())
         folder, rollout_folder = load_model_folder(model), load_model_folder(lend)
-        owner_token, rollout_token = token_from(OWNER_VARIABLE), token_from(ROLLOUT_VARIABLE)
+        owner_token, rollout_token, key = _tokens()
         journal = held.enter_context(Journal(settings.lend.journal)) if settings.lend.journal else None
         command = start_command(model, settings, factory=EMBEDDED, gated=False, lend=lend)
         engine = Supervisor(command, on_progress=say, door=door)
@@ -132,15 +140,19 @@ async def _serve_and_lend(
             rollouts = RolloutProcess(told)
             figures = Metrics()
             desk = LendingDesk(engine, owner_token, figures, journal)
-            front = build_front(folder, settings.model_name, settings.front, engine, metrics=figures, desk=desk)
+            front = build_front(
+                folder, settings.model_name, settings.front, engine, metrics=figures, desk=desk, api_key=key
+            )
             engine.on_step = front.metrics.observe
 
             def welcome() -> None:
                 _welcome(front, listener, say)
-                say(f"lending to {rollout_folder.name} at {_url(rollout_listener)} (mode {settings.lend.mode})")
+                url = _url(rollout_listener, settings.rollout)
+                say(f"lending to {rollout_folder.name} at {url} (mode {settings.lend.mode})")
                 say("try: rose lend status")
 
-            with _card(front, rollout_folder.name, listener, rollout_listener, rollout_token):
+            urls = _url(listener, settings.front), _url(rollout_listener, settings.rollout)
+            with _card(front, rollout_folder.name, urls, rollout_token):
                 await answer_until(front, listener, signals, say, on_open=welcome)
         finally:
             await engine.close()
@@ -148,11 +160,16 @@ async def _serve_and_lend(
                 await rollouts.close()
 
 
+def _tokens() -> tuple[str, str, str | None]:
+    """The owner's token, that of rollouts, and the key of the serving port. Raises ConfigError if two are equal."""
+    owner, rollout, key = token_from(OWNER_VARIABLE), token_from(ROLLOUT_VARIABLE), api_key_from_environment()
+    check_distinct({OWNER_VARIABLE: owner, ROLLOUT_VARIABLE: rollout, API_KEY_VARIABLE: key})
+    return owner, rollout, key
+
+
 @contextmanager
-def _card(
-    front: Front, rollout_model: str | None, listener: socket.socket, rollouts: socket.socket, token: str | None
-) -> Iterator[None]:
-    """Only devices with rollouts have a card: nobody looks for the others."""
+def _card(front: Front, rollout_model: str | None, urls: tuple[str, str], token: str | None) -> Iterator[None]:
+    """Only devices with rollouts have a registry entry: no command looks for the others."""
     if token is None:
         yield
         return
@@ -160,8 +177,8 @@ def _card(
         process_id=os.getpid(),
         model=front.model_name if rollout_model is not None else "",
         rollout_model=rollout_model or front.model_name,
-        url=_url(listener) if rollout_model is not None else "",
-        rollout_url=_url(rollouts),
+        url=urls[0],
+        rollout_url=urls[1],
         owner_token=front.desk.token if front.desk is not None else "",
         rollout_token=token,
     )
@@ -169,17 +186,19 @@ def _card(
         yield
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, door: FrontSettings) -> str:
     host, port = listener.getsockname()[:2]
     shown_host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown_host}:{port}"
+    return f"{'http' if door.ssl_certfile is None else 'https'}://{shown_host}:{port}"
 
 
 def _welcome(front: Front, listener: socket.socket, say: Say) -> None:
-    url = _url(listener)
+    url = _url(listener, front.settings)
     say(f"{front.model_name} is ready at {url}/v1")
     if front.token is not None:
         say("a rollout worker: requests need its token; `rose lend token` prints it")
         return
+    if front.api_key is not None:
+        say(f"requests need the key of {API_KEY_VARIABLE}: send the header `Authorization: Bearer KEY`")
     body = f'{{"model": "{front.model_name}", "prompt": "Hello", "max_tokens": 32}}'
     say(f"try: curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'")

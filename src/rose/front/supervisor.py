@@ -22,6 +22,7 @@ from rose.coserve import messages
 from rose.coserve.channel import DeviceChannel
 from rose.coserve.door import turn_away
 from rose.coserve.mailbox import Mailbox
+from rose.coserve.supervision import settle, supervise
 from rose.engines.base import EngineFacts, Request
 from rose.errors import QueueFull, RoseError, Unavailable
 from rose.front.standing import StandingOrders
@@ -60,7 +61,7 @@ class Supervisor:
     async def start(self) -> None:
         """The first engine; raises what keeps it from starting."""
         await self._start_engine()
-        self._keeper = asyncio.create_task(self._keep())
+        self._keeper = supervise(self._keep(), "the supervisor of the engine", self._give_up)
 
     @property
     def trouble(self) -> Unavailable | None:
@@ -136,6 +137,10 @@ class Supervisor:
             door.setblocking(False)
             loop.add_reader(door, turn_away, door, self.orders.removed)
 
+    def _give_up(self, reason: Unavailable) -> None:
+        """End the device: whoever started it starts it again."""
+        settle(self.gave_up, reason)
+
     async def _keep(self) -> None:
         deaths = own_deaths = 0
         unready = ""  # why the last engine did not start
@@ -148,7 +153,7 @@ class Supervisor:
             was_lent = self.orders.died(is_quick=is_quick, unready=unready)
             own_deaths = (own_deaths if is_quick else 0) + (not was_lent)
             if own_deaths >= QUICK_DEATHS_MAX:
-                self.gave_up.set_result(
+                self._give_up(
                     Unavailable(
                         f"the engine died {deaths} times in a row, the last time because: {self._reason.what}",
                         hint="the lines above say more; `rose doctor` checks the machine",

@@ -23,6 +23,7 @@ import msgspec
 from rose.front.failures import bad_request
 from rose.front.replies import SaidCall, SaidCallDelta, SaidFunction
 from rose.front.requests import CalledTool, ChatBody, Tool
+from rose.front.structure import is_surely_small, too_large
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ID_BYTES = 12
@@ -162,8 +163,10 @@ def plain_calls(calls: Sequence[CalledTool], where: str) -> list[dict[str, Any]]
 
 
 def arguments_of(call: CalledTool, where: str) -> dict[str, Any]:
+    text = call.function.arguments or "{}"
+    data = text.encode(errors="replace")
     try:
-        found = _loaded(call.function.arguments or "{}")
+        found = _loaded(text) if is_surely_small(data) or not too_large(data) else None
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

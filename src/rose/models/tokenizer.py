@@ -76,15 +76,23 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. A rendered chat has its special tokens already: give False for one."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestRefused(f"the text has half a surrogate pair at character {error.start}") from error
+        _check_text(text)
         return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of several texts. Releases Python's lock, which `encode` holds: call it in a thread."""
+        for text in texts:
+            _check_text(text)
+        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens; ids beyond the vocabulary (padding of the model) have none."""
         return self._inner.decode(self._shown(token_ids, skip_special_tokens), skip_special_tokens=False)
+
+    def decode_many(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of several sequences, special tokens too. Releases Python's lock: call it in a thread."""
+        return self._inner.decode_batch([self._shown(ids, False) for ids in sequences], skip_special_tokens=False)
 
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary writes it."""
@@ -129,6 +137,13 @@ class Tokenizer:
         if token is None:
             return b""
         return token_bytes(token) if self._is_byte_level else self._inner.decode([token_id], False).encode()
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRefused(f"the text has half a surrogate pair at character {error.start}") from error
 
 
 def _read_special_tokens(config: Keys) -> dict[str, str]:

@@ -13,8 +13,10 @@ from rose.errors import RoseError
 from rose.front import information
 from rose.front.answering import ARRIVAL
 from rose.front.application import InFlight
+from rose.front.connections import mark_authenticated
 from rose.front.context import Front
 from rose.front.failures import Failure, failure_of, failure_of_http
+from rose.front.tokens import brake
 from rose.rollout import joining, trainer_routes, turn_routes
 from rose.rollout.gateway import Gateway
 from rose.rollout.messages import CONNECT_PATH
@@ -86,6 +88,7 @@ async def _shaped(request: web.Request, handler: Next) -> web.StreamResponse:
     try:
         return await handler(request)
     except Failure as failure:
+        await brake(request, failure)
         return failure.response()
     except Forbidden as error:
         return Failure(403, str(error), kind="permission_error", code="not_your_trajectory").response()
@@ -109,6 +112,7 @@ def _guarded(gateway: Gateway, tokens: Tokens, in_flight: InFlight, route: Route
         request[ARRIVAL] = time.monotonic()
         if route.roles:
             check_role(request, tokens, route.roles)
+            mark_authenticated(request)
         if in_flight.draining:
             headers = {"Retry-After": "1", "Connection": "close"}
             message = "the gateway is shutting down"

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from rose.front.context import Front
 from rose.front.requests import ChatBody, ChatMessage
 from rose.front.tools import arguments_of, plain_tools, said_in
@@ -32,7 +34,7 @@ async def prompt_of(front: Front, session: Session, body: ChatBody) -> tuple[lis
             following = await _following(front, turn, body, len(kept) - len(messages))
             if following is not None:
                 return [*turn.prompt_ids, *turn.produced.token_ids, *following], kept
-    text = front.render(body.messages, body.add_generation_prompt, body.chat_template_kwargs, body.tools)
+    text = await front.render_apart(body)
     return await front.encode(text, add_special_tokens=False), kept
 
 
@@ -106,7 +108,7 @@ async def _following(front: Front, turn: KeptTurn, body: ChatBody, offset: int) 
     assert turn.messages is not None
     marked = list(body.messages)
     marked[len(turn.messages) - offset] = ChatMessage(role="assistant", content=MARK)
-    text = front.render(marked, body.add_generation_prompt, body.chat_template_kwargs, body.tools)
+    text = await front.render_apart(msgspec.structs.replace(body, messages=marked))
     if text.count(MARK) != 1:
         return None
     return _after(turn, await front.encode(text.partition(MARK)[2], add_special_tokens=False))

@@ -19,11 +19,10 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from rose.bounds import NAME_CHARACTERS_MAX, Count, Label, Text
-from rose.errors import ConfigError
+from rose.bounds import Count, Label, Text
 from rose.front.failures import Failure
 from rose.front.registry import entries, registered, registry_folder
-from rose.front.tokens import check_bearer, token_from
+from rose.front.tokens import bearer_of, check_bearer, check_distinct, token_from
 
 Role = Literal["agent", "worker", "trainer", "operator"]
 VARIABLES: dict[Role, str] = {
@@ -33,8 +32,6 @@ VARIABLES: dict[Role, str] = {
     "operator": "ROSE_OPERATOR_TOKEN",
 }
 ROLE = web.RequestKey("rose.role", str)  # of a request, once it is known
-TOKEN_CHARACTERS_MIN = 16  # 96 random bits in base64
-TOKEN_HINT = "unset it, and a token is made at every start; or set another for each role: openssl rand -hex 16"
 ROLES: tuple[Role, ...] = ("agent", "worker", "trainer", "operator")
 
 
@@ -61,14 +58,7 @@ def tokens_from_environment() -> Tokens:
     Raises ConfigError for a token that is too short, and for one that two roles share.
     """
     tokens = Tokens(*(token_from(VARIABLES[role]) for role in ROLES))
-    for place, role in enumerate(ROLES):
-        if not TOKEN_CHARACTERS_MIN <= len(tokens.of(role)) <= NAME_CHARACTERS_MAX:
-            limits = f"{TOKEN_CHARACTERS_MIN} to {NAME_CHARACTERS_MAX}"
-            raise ConfigError(f"{VARIABLES[role]} must have {limits} characters", hint=TOKEN_HINT)
-        for other in ROLES[:place]:
-            if tokens.of(role) == tokens.of(other):
-                what = f"{VARIABLES[other]} and {VARIABLES[role]} are equal: the gateway could not tell the roles apart"
-                raise ConfigError(what, hint=TOKEN_HINT)
+    check_distinct({VARIABLES[role]: tokens.of(role) for role in ROLES})
     return tokens
 
 
@@ -89,12 +79,6 @@ def check_role(request: web.Request, tokens: Tokens, allowed: tuple[Role, ...]) 
 def is_trusted(request: web.Request) -> bool:
     """Whether the request is the trainer's, who may act on every trajectory of its run."""
     return bool(request[ROLE] == "trainer")
-
-
-def bearer_of(request: web.Request) -> bytes:
-    """The token of a request, empty without one. A header may hold any bytes, which are no reason to fail."""
-    kind, _, given = request.headers.get("Authorization", "").partition(" ")
-    return given.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
 
 
 @cache

@@ -1,0 +1,45 @@
+"""Work that takes longer than the event loop may wait: done in one of a few threads, a bounded number at a time.
+
+A thread keeps the loop free only if the work releases Python's lock (tokenising a batch, decompressing) or is Python
+code, which gives the lock up every 5 ms. A long call into C code that holds the lock blocks the loop from any thread:
+such work must be bounded instead (structure.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from rose.coserve.device import stand_back
+from rose.errors import QueueFull
+
+THREADS = 2  # large requests must not take the cores of small ones
+WAITING_MAX = 256  # a large request takes a tenth of a second or so: who would wait longer comes back later
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# At a lower priority, which threads that the libraries start from here inherit: the event loop goes first.
+_threads = ThreadPoolExecutor(THREADS, thread_name_prefix="rose-offload", initializer=stand_back)
+_under_way = 0
+
+
+async def offload(work: Callable[Parameters, Result], *arguments: Parameters.args, **more: Parameters.kwargs) -> Result:
+    """Do the work in a thread and return its result. Raises what it raises, and QueueFull if too much waits."""
+    if _under_way >= WAITING_MAX:
+        raise QueueFull(f"{_under_way} large requests are being prepared", hint="retry a little later")
+    return await offload_surely(work, *arguments, **more)
+
+
+async def offload_surely(
+    work: Callable[Parameters, Result], *arguments: Parameters.args, **more: Parameters.kwargs
+) -> Result:
+    """As `offload`, however much waits: for an answer, which has cost more than its rendering will."""
+    global _under_way
+    _under_way += 1
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_threads, lambda: work(*arguments, **more))
+    finally:
+        _under_way -= 1

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from rose.bounds import TEXT_CHARACTERS_MAX, Count, Integer, Label, Seconds, Serial, Share, Text, VersionName
+from rose.bounds import TEXT_CHARACTERS_MAX, Count, Finite, Integer, Label, Seconds, Serial, Share, Text, VersionName
 from rose.config.device import EngineSettings, LendSettings
 from rose.core.breaches import Breach
 from rose.engines.base import EngineFacts, Request, TokenEvent
@@ -69,7 +69,7 @@ class SetGrant(msgspec.Struct, frozen=True, tag=True):
 
     tokens: Count
     sequences: Count
-    until_s: Seconds
+    until_s: Finite
     tag: Serial = 0
 
 

@@ -25,11 +25,11 @@ from msgspec import Meta
 
 from rose.bounds import (
     Count,
+    Finite,
     Label,
     LogProbabilities,
     NonNegative,
     Priority,
-    Seconds,
     Serial,
     Share,
     Text,
@@ -85,7 +85,7 @@ class Request(msgspec.Struct, frozen=True):
     sampling: Sampling = Sampling()
     tenant: Label = ""  # salt of the prefix cache: tenants never share blocks
     priority: Priority = 0  # lower runs first
-    arrival_s: Seconds = 0.0
+    arrival_s: Finite = 0.0
     partial: Partial = Partial()
 
     def named(self, request_id: str, partial: Partial | None = None) -> Request:

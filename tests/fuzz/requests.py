@@ -11,7 +11,10 @@ from typing import Any
 
 from tests.fuzz.steps import Delivery, Step, request
 from tests.fuzz.values import Maker
+from tests.fuzz.worst import draw_worst
 
+WORST_SHARE = 0.015  # of bodies that are as large as they may be
+BODY_BYTES_MAX = 4 << 20
 DELIVERIES: tuple[Delivery, ...] = ("partial", "leave", "deaf", "pipeline", "pieces")
 ODD_HEADERS = (
     ("Content-Type", "text/plain"), ("Content-Type", "application/x-www-form-urlencoded"), ("Content-Type", "\xff"),
@@ -84,6 +87,8 @@ def draw(chance: random.Random, target: Target, route: Route | None = None, sess
         route = chance.choices(target.routes, [route.weight for route in target.routes])[0]
     maker = Maker(chance, known=target.known, bytes_max=chance.choice((1 << 12, 1 << 12, 1 << 16, 1 << 20, 5 << 20)))
     body = maker.body(route.kind) if route.kind is not None else b""
+    if route.kind is not None and chance.random() < WORST_SHARE:
+        body = draw_worst(route.kind, chance.randrange(1 << 14, BODY_BYTES_MAX), chance).body
     if route.kind is None and chance.random() < 0.1:
         body = maker.encode(maker.odd())
     headers = _headers(chance, route, target, session)

@@ -19,7 +19,7 @@ PATIENCE_S = 30.0  # an answer that takes longer is a hang: no request of a fuzz
 HOLD_S = 0.4  # how long a client that does not read stays
 PIECES = 5
 Delivery = Literal["whole", "pieces", "partial", "leave", "deaf", "pipeline"]
-_RUN = re.compile(r"(.{1,24}?)\1{15,}", re.DOTALL)
+_RUN = re.compile(r"(.{1,160}?)\1{15,}", re.DOTALL)
 
 
 @dataclass(frozen=True)

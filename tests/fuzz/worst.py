@@ -8,6 +8,7 @@ not: many prompts, many messages, long conversations.
 from __future__ import annotations
 
 import gzip
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,23 @@ def worst_bodies(kind: type[msgspec.Struct], limit_bytes: int) -> Iterator[Worst
             yield Worst(f"{part.encode_name}: {what}", _with(needed, part.encode_name, filled))
     for what, make in SPECIAL.get(kind.__name__, {}).items():
         yield Worst(what, make(size))
+
+
+def draw_worst(kind: type[msgspec.Struct], size: int, chance: random.Random) -> Worst:
+    """Return one worst-case body of about this size, without making all the others."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    needed = {part.encode_name: REQUIRED.get(part.encode_name, 1) for part in info.fields if part.required}
+    special = SPECIAL.get(kind.__name__, {})
+    if special and chance.random() < 0.2:
+        what = chance.choice(sorted(special))
+        return Worst(what, special[what](size))
+    part = chance.choice(list(info.fields))
+    filled = list(_filled(part.type, size))
+    if not filled or chance.random() < 0.2:
+        return Worst("one long unknown key", _with(needed, "k" * size, b"1"))
+    what, value = chance.choice(filled)
+    return Worst(f"{part.encode_name}: {what}", _with(needed, part.encode_name, value))
 
 
 def _anywhere(needed: dict[str, Any], size: int) -> Iterator[Worst]:

@@ -8,6 +8,7 @@ if one of `TRIES` causes no missed beat: a pause of the interpreter (garbage col
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
@@ -36,6 +38,7 @@ from rose.observe.metrics import Metrics
 from rose.rollout import application as gateway_routes
 from rose.rollout import trainer_routes
 from rose.rollout.gateway import build_gateway
+from rose.rollout.messages import CONNECT_PATH
 
 BLOCK_MS = 100.0  # 50 on a machine of one's own; the tests share theirs
 TRIES, PLAIN = 3, 5  # so many missed beats are no accident: one try is enough
@@ -68,7 +71,32 @@ KNOWN_OPEN: dict[str, str] = {
     r"gateway /v1/completions prompts as many as fit": "16 MB of prompts are read before they are counted",
     r"gateway \S+ chat_template_kwargs: many keys": "a template gets a million variables",
     r"gateway \S+ stop(_token_ids)?: a list of": "16 MB of stops are read twice before they are counted",
+    r"frame: one (frame|message) of many": "all messages of a frame are heard without a pause",
+    r"frame: many (phases|kinds)": "audit 22",
 }
+
+JOIN = {
+    "type": "Join", "name": "w", "kind": "dedicated", "model": "m", "version": "0", "seats": 4, "kv_tokens": 4096,
+    "context_tokens": 1024,
+}  # fmt: skip
+BEAT = {
+    "type": "Beat", "running": 0, "waiting": 0, "kv_used_tokens": 0, "kv_tokens": 4096, "version": "0",
+    "gate_open": True,
+}  # fmt: skip
+READY = {"type": "VersionReady", "version": "0", "size_bytes": 1}
+FRAMES: dict[str, Callable[[], Any]] = {
+    "one frame of many beats": lambda: [BEAT] * 200_000,
+    "one frame of many refusals": lambda: [
+        {"type": "Refused", "ticket": 1, "fault": {"kind": "Unavailable", "what": "x"}}
+    ] * 200_000,
+    "one message of many pieces": lambda: [{"type": "Tokens", "pieces": [[1, [1], [-0.5], "0"]] * 500_000}],
+    "one piece of many tokens": lambda: [{"type": "Tokens", "pieces": [[1, [1] * 2**21, [-0.5] * 2**21, "0"]]}],
+    "many phases of one version": lambda: [READY | {"seconds": {f"phase {n}": 0.1 for n in range(100_000)}}],
+    "many kinds of failures": lambda: [
+        READY | {"fault": {"kind": f"kind {n}", "what": "x"}} for n in range(50_000)
+    ],
+    "a long text": lambda: [BEAT | {"why": "x" * (32 << 20)}],
+}  # fmt: skip
 
 
 class LentEngine(LoopEngine):
@@ -140,13 +168,22 @@ def device(folder: ModelFolder) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def gateway(folder: ModelFolder) -> Iterator[Served]:
+    yield from _gateway(folder)
+
+
+@pytest.fixture
+def fresh_gateway(folder: ModelFolder) -> Iterator[Served]:
+    yield from _gateway(folder)
+
+
+def _gateway(folder: ModelFolder) -> Iterator[Served]:
     settings = replace(GatewaySettings(), model_name="m", wait_s=0.1)
+    ticking: list[asyncio.Task[None]] = []
 
     async def made() -> web.Application:
         found = build_gateway(folder, settings)
-        application = gateway_routes.application(found, TOKENS, InFlight())
-        application["clock"] = asyncio.create_task(found.tick_for_ever())
-        return application
+        ticking.append(asyncio.create_task(found.tick_for_ever()))
+        return gateway_routes.application(found, TOKENS, InFlight())
 
     yield from _served("gateway", made, settings.max_body_bytes)
 
@@ -220,6 +257,32 @@ def test_no_body_blocks_the_loop_of_a_device(device: Served, path: str) -> None:
 @pytest.mark.parametrize("path", GATEWAY_ROUTES)
 def test_no_body_blocks_the_loop_of_the_gateway(gateway: Served, path: str) -> None:
     check(gateway, path, GATEWAY_ROUTES[path], TOKENS.trainer)
+
+
+@pytest.mark.parametrize("what", FRAMES)
+def test_no_frame_of_a_worker_blocks_the_loop_of_the_gateway(fresh_gateway: Served, what: str) -> None:
+    """Neither the frame nor the metrics that are read after it."""
+    if why := next((why for pattern, why in KNOWN_OPEN.items() if re.search(pattern, f"frame: {what}")), None):
+        pytest.xfail(why)
+    frame, heartbeat = msgspec.msgpack.encode(FRAMES[what]()), fresh_gateway.heartbeat
+    asyncio.run(be_a_worker(fresh_gateway, frame))
+    _wait_for_a_beat(heartbeat, heartbeat.beats)
+    stacks = [line for block in heartbeat.blocks for line in block.stack[-3:]]
+    assert heartbeat.missed() == 0, "\n".join(stacks)
+
+
+async def be_a_worker(served: Served, frame: bytes) -> None:
+    """Join, send the frame, and leave when the gateway has heard it; then read the metrics."""
+    url = f"http://127.0.0.1:{served.port}"
+    patience = aiohttp.ClientWSTimeout(ws_close=PATIENCE_S)
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKENS.worker}"}) as http:
+        with contextlib.suppress(ConnectionError):
+            async with http.ws_connect(url + CONNECT_PATH, timeout=patience) as connection:
+                await connection.send_bytes(msgspec.msgpack.encode([JOIN]))
+                await connection.receive()
+                await connection.send_bytes(frame)
+        async with http.get(url + "/metrics") as reply:
+            await reply.read()
 
 
 def test_every_route_that_takes_a_body_is_in_the_table() -> None:

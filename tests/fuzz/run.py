@@ -23,13 +23,16 @@ from tests.fuzz.steps import Reply, Step, play
 
 CLIENTS = 4
 SETTLE_S = 20.0  # for what clients left behind to end
-MEMORY_SHARE, MEMORY_FLOOR_MB = 0.05, 24.0  # the allocator keeps some bodies of 4 MB for the next ones
-ENGINE_FLOOR_MB = 96.0  # an engine touches its KV memory of 64 MB little by little
+MEMORY_SHARE = 0.05
+MEMORY_FLOOR_MB = 16.0
+MEMORY_FLOOR_SHORT_MB, SHORT_S = 80.0, 300.0  # bodies of 4 MB, several at once, in copies: the allocator keeps them
+ENGINE_MORE_MB = 64.0  # an engine touches its KV memory little by little
 DESCRIPTORS_MORE, TASKS_MORE, THREADS_MORE = 2, 2, 8  # threads: a pool that grows to its size stays there
 WARM_SHARE = 0.25
 BLOCKS_TRACED = 4  # blocks whose request is looked for
 SUSPECTS_MAX = 6
 FINDINGS_MAX = 40
+TRACED_S = 2.0  # a 500 so soon after a traceback is told by it
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?:.*\n)?")
 _PLACE = re.compile(r'File "[^"]*/(src/rose/[^"]+)", line \d+, in (\S+)')
 
@@ -76,6 +79,7 @@ class Run:
     cases: int = 0
     honest: int = 0
     requests: int = 0
+    _traced_s: float = 0.0  # when the last traceback was seen
     _log_read: dict[Path, int] = field(default_factory=dict)
     _active: list[tuple[float, float, int, Sequence[Step]]] = field(default_factory=list)
 
@@ -145,7 +149,8 @@ class Run:
 
     async def _answer_problem(self, problem: str, reply: Reply, steps: Sequence[Step], number: int | None) -> None:
         await asyncio.sleep(0.05)
-        if not self.check_log(number, steps):
+        self.check_log(number, steps)
+        if not problem.startswith("status 500") or time.monotonic() - self._traced_s > TRACED_S:
             route = re.sub(r"[?].*| HTTP/.*", "", steps[-1].name)
             detail = reply.body[:300].decode("utf-8", "replace")
             self.note(Finding(f"{problem}: {route}", detail, tuple(steps), number))
@@ -170,8 +175,8 @@ class Run:
 
     # Checks
 
-    def check_log(self, number: int | None, steps: Sequence[Step]) -> bool:
-        """Note tracebacks that are new in the log; return whether there are any."""
+    def check_log(self, number: int | None, steps: Sequence[Step]) -> None:
+        """Note tracebacks that are new in the log."""
         found: list[str] = []
         for folder, text in self.server.logs().items():
             found += _TRACEBACK.findall(text[self._log_read.get(folder, 0) :])
@@ -181,7 +186,7 @@ class Run:
             where = "{}:{}".format(*places[-1]) if places else "outside"
             error = trace.rstrip().rsplit("\n", 1)[-1].split(":")[0]
             self.note(Finding(f"traceback {error} in {where}", trace[-1500:], tuple(steps), number))
-        return bool(found)
+            self._traced_s = time.monotonic()
 
     def check_processes(self, before: dict[int, str]) -> None:
         now = self.server.pids()
@@ -208,7 +213,8 @@ class Run:
                 found.append(Finding(f"file descriptors left in {name}", detail))
             if now.threads > before[pid].threads + THREADS_MORE:
                 found.append(Finding(f"threads left in {name}", f"{before[pid].threads} before, {now.threads} after"))
-            floor_mb = ENGINE_FLOOR_MB if "executor" in name else MEMORY_FLOOR_MB
+            floor_mb = MEMORY_FLOOR_SHORT_MB if self.seconds < SHORT_S else MEMORY_FLOOR_MB
+            floor_mb += ENGINE_MORE_MB if "executor" in name else 0.0
             limit_mb = warm[pid].rss_mb + max(floor_mb, MEMORY_SHARE * warm[pid].rss_mb)
             if now.rss_mb > limit_mb:
                 detail = f"{before[pid].rss_mb:.0f} MB before, {warm[pid].rss_mb:.0f} warm, {now.rss_mb:.0f} after"

@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing of everything that decodes bytes from outside, with one property: only stated errors escape.
 
-    python -m tests.fuzz.decoders TARGET [libFuzzer options]      runs one target under atheris
-    python -m tests.fuzz.decoders --all SECONDS
+    python -m tests.fuzz.decoders SECONDS                              all targets, so long each
+    python -m tests.fuzz.coverage_guided TARGET [libFuzzer options]    one target
 
 An input is either the bytes themselves or a seed for a value of the decoder's own type (`values.Maker`), so that both
 the format and what comes behind it are reached. Without atheris the same targets run on random inputs. libFuzzer stops
@@ -225,28 +225,13 @@ def _with_atheris(name: str, seconds: float, seed: str) -> str:
         number = random.Random(seed).randrange(1, 1 << 31)
         options = [f"-max_total_time={max(1, round(seconds))}", f"-seed={number}", f"-timeout={INPUT_S}"]
         options += [f"-rss_limit_mb={MEMORY_MB}", f"-artifact_prefix={folder}/", "-max_len=4096", str(corpus)]
-        command = [sys.executable, "-m", "tests.fuzz.decoders", name, *options]
+        command = [sys.executable, "-m", "tests.fuzz.coverage_guided", name, *options]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", check=False)
         if ended.returncode == 0:
             return ""
         inputs = [path.read_bytes().hex() for path in Path(folder).glob("*-*") if path.is_file()]
-        return f"exit {ended.returncode}, input {inputs}\n{ended.stderr[-1500:]}"
-
-
-def main(arguments: list[str]) -> int:
-    if arguments[0] == "--all":
-        return int(bool(run_all(float(arguments[1]), "1")))
-    import atheris
-
-    name = arguments[0]
-    target = TARGETS[name]
-    for part in (target.decode, worker_messages.decode_to_gateway, unseal, check_manifest, codec.apply):
-        with contextlib.suppress(Exception):
-            atheris.instrument_func(part)
-    atheris.Setup([sys.argv[0], *arguments[1:]], lambda data: try_one(name, data))
-    atheris.Fuzz()
-    return 0
+        return f"exit {ended.returncode}, input {inputs}\n{ended.stdout[-1500:]}\n{ended.stderr[-300:]}"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(int(bool(run_all(float(sys.argv[1]), "1"))))

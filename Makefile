@@ -18,7 +18,7 @@ VERIFIERS := verifiers==0.4.0 renderers==0.1.12 transformers==5.22.2 openai==2.5
 SYSTEM_PACKAGES := g++ make cmake libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-slow test-vllm soak bench check format venv venv-relays venv-alfworld venv-verifiers venv-trl venv-vllm system-packages clean
+.PHONY: help run test test-all test-slow test-vllm soak fuzz mutants bench check format venv venv-relays venv-alfworld venv-verifiers venv-trl venv-vllm system-packages clean
 
 help:
 	@echo "make run        a small model learns a game, with rollouts on a device that serves users"
@@ -27,6 +27,8 @@ help:
 	@echo "make check      lint, format and types"
 	@echo "make bench      measure the engine (quick)"
 	@echo "make soak       property tests with many more examples, and ten thousand seeds of the simulation; hours"
+	@echo "make fuzz       hostile input for every listener and decoder; FUZZ_SECONDS=600 FUZZ_SEED=7 for longer and other runs"
+	@echo "make mutants    take security checks out one by one: does a test notice?"
 	@echo "make venv       the virtual environment; every target above makes it by itself"
 	@echo "make test-slow  what make test leaves out, but for vLLM"
 	@echo "make test-vllm  the tests of the plugin for vLLM, with an environment of its own"
@@ -52,6 +54,17 @@ test-vllm: venv venv-vllm
 soak: venv
 	$(BIN)/python -m pytest tests/property --hypothesis-profile=soak --timeout=0
 	$(BIN)/rose sim --seeds 0..9999
+
+FUZZ_SECONDS ?= 60
+FUZZ_SEED ?= 1
+FUZZ_BLOCK_MS ?= 50
+
+# The decoders are fuzzed by coverage if atheris is installed (pip install -e '.[fuzz]'), at random otherwise.
+fuzz: venv
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) --block-ms $(FUZZ_BLOCK_MS)
+
+mutants: venv
+	$(BIN)/python -m tests.mutants
 
 bench: venv
 	$(BIN)/python benchmarks/engine.py --quick

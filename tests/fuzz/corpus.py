@@ -1,7 +1,6 @@
 """Rows of the corpus: requests that once showed a defect, and are replayed by the quick tests ever since.
 
 A row is a JSON file: the listener, what was found, and the steps. The steps of `workers` are the frames of one worker.
-`open` names the defect while it is not repaired.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class Row:
     listener: str
     what: str
     steps: tuple[Step, ...]
-    open: str = ""
 
 
 def write(listener: str, finding: Finding, folder: Path | None = None) -> Path:
@@ -42,7 +40,7 @@ def write(listener: str, finding: Finding, folder: Path | None = None) -> Path:
 def read(path: Path) -> Row:
     row = json.loads(path.read_text(encoding="utf-8"))
     steps = tuple(Step.from_json(step) for step in row["steps"])
-    return Row(path.stem, row["listener"], row["what"], steps, row.get("open", ""))
+    return Row(path.stem, row["listener"], row["what"], steps)
 
 
 def rows() -> list[Row]:

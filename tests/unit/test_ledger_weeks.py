@@ -14,7 +14,7 @@ from tests.unit.test_ledger import MODEL, SAMPLING, Life, events_of, rows
 
 from rose.coserve.mailbox import Mailbox
 from rose.engines.base import Request
-from rose.errors import QueueFull, RequestRefused, Unavailable
+from rose.errors import ConfigError, QueueFull, RequestRefused, Unavailable
 from rose.rollout import ledger, ledger_file, trajectories, turn_log
 from rose.rollout.ledger import Ledger
 from rose.rollout.ledger_file import APPLICATION, LedgerFile
@@ -396,3 +396,24 @@ def test_a_reader_of_a_turn_that_was_given_up_meanwhile_is_told_to_ask_again(pat
     request = Request("again", (1,), msgspec.structs.replace(SAMPLING, seed=seed))
     with pytest.raises(Unavailable, match="again"):
         life.books.turn(turn, request, Mailbox(), 2.0, affinity="s", whole=True)
+
+
+@pytest.mark.parametrize("statement", [
+    "UPDATE log SET entries = x'05000000c1c1c1c1c1'",
+    "UPDATE log SET entries = x'0400000093a16201'",
+    "UPDATE sessions SET finish = x'c1'",
+    "INSERT INTO meta VALUES ('versions', x'91a1ff')",
+    "UPDATE turns SET answer = x'95919191'",
+    "UPDATE turns SET prompt = x'010203'",
+    "UPDATE turns SET messages = x'ff'",
+])  # fmt: skip
+def test_a_damaged_ledger_is_refused_in_words(path: Path, statement: str) -> None:
+    life = Life(path)
+    life.play("t", "g", size=2)
+    life.ask("s", 1)
+    life.books.settle()
+    life.killed()
+    with sqlite3.connect(path) as database:
+        database.execute(statement)
+    with pytest.raises(ConfigError, match="is damaged"):
+        Life(path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -55,25 +54,6 @@ GATEWAY_ROUTES: dict[str, Any] = {path: kind for path, kind in DEVICE_ROUTES.ite
     "/v1/versions": trainer_routes.PublishBody,
 }
 WITHOUT_BODY = {"/v1/pool/{member}/drain"}
-
-# Rows that block the loop today, "server path what", by pattern, and where that is described. They are not run.
-# Delete an entry with its repair.
-KNOWN_OPEN: dict[str, str] = {
-    r"one long unknown key": "audit 19",
-    r"one long sampling key": "audit 19",
-    r"a gzip bomb": "audit 19",
-    r"detokenize tokens: a list of numbers": "audit 19",
-    r"completions prompt: a list of (texts|lists)": "audit 1",
-    r"chat/completions many tool calls": "one rendering of 20,000 tool calls",
-    r"chat/completions tool calls with long arguments": "json.loads of 500 long arguments",
-    r"gateway \S+ many (unknown|sampling) keys": "16 MB of keys are decoded into a mapping before the first is refused",
-    r"gateway \S+ (prompt|token_ids): a list of numbers": "16 MB of token ids are read before they are counted",
-    r"gateway /v1/completions prompts as many as fit": "16 MB of prompts are read before they are counted",
-    r"gateway \S+ chat_template_kwargs: many keys": "a template gets a million variables",
-    r"gateway \S+ stop(_token_ids)?: a list of": "16 MB of stops are read twice before they are counted",
-    r"frame: one (frame|message) of many": "all messages of a frame are heard without a pause",
-    r"frame: many (phases|kinds)": "audit 22",
-}
 
 JOIN = {
     "type": "Join", "name": "w", "kind": "dedicated", "model": "m", "version": "0", "seats": 4, "kv_tokens": 4096,
@@ -241,8 +221,6 @@ def check(served: Served, path: str, kind: type[msgspec.Struct], token: str) -> 
     problems = []
     for worst in worst_bodies(kind, served.limit_bytes):
         row = f"{served.name} {path} {worst.what}"
-        if any(re.search(pattern, row) for pattern in KNOWN_OPEN):
-            continue
         missed, stack = missed_beats(served, path, worst, token)
         if missed:
             problems.append(f"{row}: {missed} beats missed\n    " + "\n    ".join(stack[-3:]))
@@ -262,8 +240,6 @@ def test_no_body_blocks_the_loop_of_the_gateway(gateway: Served, path: str) -> N
 @pytest.mark.parametrize("what", FRAMES)
 def test_no_frame_of_a_worker_blocks_the_loop_of_the_gateway(fresh_gateway: Served, what: str) -> None:
     """Neither the frame nor the metrics that are read after it."""
-    if why := next((why for pattern, why in KNOWN_OPEN.items() if re.search(pattern, f"frame: {what}")), None):
-        pytest.xfail(why)
     frame, heartbeat = msgspec.msgpack.encode(FRAMES[what]()), fresh_gateway.heartbeat
     asyncio.run(be_a_worker(fresh_gateway, frame))
     _wait_for_a_beat(heartbeat, heartbeat.beats)

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from rose.weights.relay import filesystem
-from rose.weights.relay.base import KeyMissing
+from rose.weights.relay.base import KeyExists, KeyMissing
 from rose.weights.relay.filesystem import TEMPORARY, FilesystemRelay
 
 
@@ -88,3 +88,15 @@ def test_a_link_or_a_pipe_in_the_folder_is_no_value(tmp_path):
     assert relay.list() == []
     os.mkfifo(tmp_path / "relay" / TEMPORARY / "pipe")
     FilesystemRelay(tmp_path / "relay").put_new("a", [b"opening does not wait for the pipe"])
+
+
+def test_the_second_of_two_writers_of_one_key_is_refused(tmp_path):
+    relay = FilesystemRelay(tmp_path)
+
+    def overtaken():
+        relay.put_new("a", [b"first"])
+        yield b"second"
+
+    with pytest.raises(KeyExists):
+        relay.put_new("a", overtaken())
+    assert bytes(relay.get("a")) == b"first"

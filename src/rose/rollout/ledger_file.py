@@ -63,7 +63,7 @@ class LedgerFile:
         self.trouble: Unavailable | None = None
         self.broken: Exception | None = None
         self.commits = 0
-        self._path = path
+        self.path = path
         self._rows: list[tuple[str, tuple[Any, ...]]] = []
         self._told: list[Told] = []
         self._checkpointed = 0
@@ -82,10 +82,10 @@ class LedgerFile:
     @property
     def log_bytes(self) -> int:
         """Length of the write-ahead log."""
-        if self._path is None:
+        if self.path is None:
             return 0
         with contextlib.suppress(OSError):
-            return os.stat(f"{self._path}-wal").st_size
+            return os.stat(f"{self.path}-wal").st_size
         return 0
 
     def note(self, statement: str, *row: Any) -> None:
@@ -141,11 +141,11 @@ class LedgerFile:
 
     def checkpoint(self) -> None:
         """Copy the log into the database, if there is anything new. From any thread; a failure shows at a commit."""
-        if self._path is None or self._checkpointed == self.commits:
+        if self.path is None or self._checkpointed == self.commits:
             return
         self._checkpointed = self.commits
         with contextlib.suppress(sqlite3.Error):
-            database = sqlite3.connect(self._path, timeout=0.0)
+            database = sqlite3.connect(self.path, timeout=0.0)
             try:
                 database.execute("PRAGMA wal_checkpoint(PASSIVE)")
             finally:
@@ -159,7 +159,7 @@ class LedgerFile:
     def abandon(self) -> None:
         """Leave as if killed: what was not committed is gone."""
         self._rows, self._told = [], []
-        if self._path is not None:
+        if self.path is not None:
             self._database.close()
         self._unlock()
 
@@ -177,7 +177,7 @@ class LedgerFile:
             if not isinstance(error, sqlite3.OperationalError):
                 self.broken = error
             what = f"the gateway cannot write its ledger ({error})"
-            return Unavailable(what, hint=f"see to the disk of {self._path}", retry_after_s=1.0)
+            return Unavailable(what, hint=f"see to the disk of {self.path}", retry_after_s=1.0)
         self.commits += 1
         self._rows = []
         return None

@@ -15,8 +15,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from rose.bounds import Label, Priority
+from rose.bounds import UNREADABLE, Label, Priority
 from rose.engines.base import Request, Sampling
+from rose.errors import ConfigError, Unavailable
 from rose.rollout.ledger import GIVEN_UP, Answer, Ledger
 from rose.rollout.ledger_file import LedgerFile
 from rose.rollout.ledger_migrations import messages_from_json
@@ -61,7 +62,15 @@ class Memory:
 
 
 def recall(ledger: Ledger, room: Room, now_s: float) -> Memory:
-    """All that the file holds."""
+    """All that the file holds. Raises ConfigError for a file that is damaged."""
+    try:
+        return _recall(ledger, room, now_s)
+    except (*UNREADABLE, Unavailable) as error:
+        hint = "is its disk sound? restore a copy, or start with a new file"
+        raise ConfigError(f"the ledger {ledger.file.path} is damaged: {error}", hint=hint) from error
+
+
+def _recall(ledger: Ledger, room: Room, now_s: float) -> Memory:
     file = ledger.file
     meta = dict(file.rows(META))
     groups = [

@@ -201,7 +201,8 @@ def test_servings_words_go_out_while_rollouts_keep_the_loop_busy(monkeypatch: py
     lender: Any = SimpleNamespace(serving=ScriptedEngine(EngineSettings()), serving_added=None)
     owner: Any = SimpleNamespace(status=None)
     executor = LentExecutor(lender, owner, owner, serving, budget=Budget(128, 8))
-    serving.send(messages.Failed(messages.Fault("Unavailable", "x" * (4 << 20))))
+    serving.send(messages.Noted(b"x" * (4 << 20)))
+    serving.send(messages.Failed(messages.Fault("Unavailable", "it ends")))
 
     def run() -> None:
         with suppress(link.Closed):

@@ -6,6 +6,8 @@ import asyncio
 import os
 import stat
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,9 +57,10 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def boards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv(finding.FOLDER_VARIABLE, str(tmp_path / "boards"))
-    return tmp_path / "boards"
+def boards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="rose-") as folder:  # a socket's path is short
+        monkeypatch.setenv(finding.FOLDER_VARIABLE, f"{folder}/boards")
+        yield Path(folder) / "boards"
 
 
 def engine_of(model: Path) -> RolloutEngine:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from rose.bounds import TEXT_CHARACTERS_MAX, Count, Finite, Integer, Label, Seconds, Serial, Share, Text, VersionName
+from rose.bounds import TEXT_CHARACTERS_MAX, Count, Finite, Integer, Label, Seconds, Serial, Text, VersionName
 from rose.config.device import EngineSettings, LendSettings
 from rose.core.breaches import Breach
 from rose.engines.base import EngineFacts, Request, TokenEvent
@@ -97,8 +97,8 @@ class Control(msgspec.Struct, frozen=True, tag=True):
     """The owner's word on lending; comes over the serving socket only. `limits` changes what is not None."""
 
     action: Literal["status", "pause", "resume", "drain", "remove", "dry_run", "limits"]
-    memory_share: Share | None = None
-    compute_share: Share | None = None
+    memory_share: Finite | None = None
+    compute_share: Finite | None = None
     tag: Serial = 0
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from aiohttp import web
 from tests.e2e.scripted_engine import ScriptedEngine
 
 from rose.config.device import EngineSettings
@@ -21,6 +20,7 @@ from rose.coserve.mailbox import Mailbox
 from rose.engines.base import Budget, EngineFacts, Request, TokenEvent
 from rose.errors import RoseError, Unavailable
 from rose.front.application import InFlight
+from rose.front.connections import HttpServer
 from rose.models.folder import ModelFolder
 from rose.rollout.agent import AgentSettings, run_agent
 from rose.rollout.application import application
@@ -201,12 +201,9 @@ def _turn(token_ids: Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
 async def world(folder: ModelFolder, **changes: Any) -> AsyncIterator[World]:
     settings = replace(GatewaySettings(beat_s=0.1, lease_s=2.0), **changes)
     gateway = build_gateway(folder, settings)
-    runner = web.AppRunner(
-        application(gateway, TOKENS, InFlight()), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
-    )
-    await runner.setup()
+    server = HttpServer(application(gateway, TOKENS, InFlight()), settings, "rose.test", settings.max_connections)
     listener = socket.create_server(("127.0.0.1", 0))
-    await web.SockSite(runner, listener).start()
+    await server.listen(listener)
     found = World(gateway, f"http://127.0.0.1:{listener.getsockname()[1]}")
     ticking = asyncio.create_task(gateway.tick_for_ever())
     async with aiohttp.ClientSession() as found.http:
@@ -215,7 +212,7 @@ async def world(folder: ModelFolder, **changes: Any) -> AsyncIterator[World]:
         finally:
             ticking.cancel()
             await found.close()
-            await runner.cleanup()
+            await server.close()
             gateway.books.ledger.close()
 
 

@@ -29,6 +29,7 @@ from rose.coserve import messages
 from rose.front.application import InFlight
 from rose.front.application import application as device_application
 from rose.front.building import build_front
+from rose.front.connections import HttpServer
 from rose.front.lending import LendingDesk
 from rose.front.routes import OWNER_ROUTES, ROUTES
 from rose.models.folder import ModelFolder, load_model_folder
@@ -143,7 +144,7 @@ def device(folder: ModelFolder) -> Iterator[Served]:
         front = build_front(folder, "m", FrontSettings(), engine, metrics=figures, desk=desk)
         return device_application(front, InFlight())
 
-    yield from _served("device", made, FrontSettings().max_body_bytes)
+    yield from _served("device", made, FrontSettings())
 
 
 @pytest.fixture(scope="module")
@@ -165,25 +166,26 @@ def _gateway(folder: ModelFolder) -> Iterator[Served]:
         ticking.append(asyncio.create_task(found.tick_for_ever()))
         return gateway_routes.application(found, TOKENS, InFlight())
 
-    yield from _served("gateway", made, settings.max_body_bytes)
+    yield from _served("gateway", made, settings)
 
 
-def _served(name: str, made: Callable[[], Coroutine[Any, Any, web.Application]], limit: int) -> Iterator[Served]:
+def _served(
+    name: str, made: Callable[[], Coroutine[Any, Any, web.Application]], settings: FrontSettings
+) -> Iterator[Served]:
     ready, done = threading.Event(), threading.Event()
     found: list[Served] = []
 
     async def serve() -> None:
-        runner = web.AppRunner(await made(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
+        server = HttpServer(await made(), settings, "rose.test", settings.max_connections)
         listener = socket.create_server(("127.0.0.1", 0), backlog=16)
-        await web.SockSite(runner, listener).start()
+        await server.listen(listener)
         heartbeat = Heartbeat(BLOCK_MS)
-        found.append(Served(name, listener.getsockname()[1], heartbeat, limit))
+        found.append(Served(name, listener.getsockname()[1], heartbeat, settings.max_body_bytes))
         ready.set()
         while not done.is_set():
             await asyncio.sleep(0.05)
         heartbeat.close()
-        await runner.cleanup()
+        await server.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()

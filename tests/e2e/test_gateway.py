@@ -158,9 +158,9 @@ def test_who_may_not_do_what(found: RunningGateway, method: str, path: str, toke
 def test_bad_turns_are_refused_in_words(found: RunningGateway) -> None:
     assert found.turn([10**6], "s").status == 400
     assert found.turn(PROMPT, "s", max_tokens=10**6).status == 400
-    assert found.turn(PROMPT, "x" * 300).status == 400
-    found.ask("POST", "/v1/trajectories", {"id": "trained", "group": "g"})
-    assert found.turn(PROMPT, "trained", top_p=0.5).error["param"] == "top_p"
+    assert found.turn(PROMPT, "x" * 400).status == 400
+    begun = found.ask("POST", "/v1/trajectories", {"id": "trained", "group": "g"}).json
+    assert found.turn(PROMPT, begun["session"], top_p=0.5).error["param"] == "top_p"
     assert found.ask("POST", "/v1/trajectories", {"grup": "g"}).error["code"] == "unknown_parameter"
 
 

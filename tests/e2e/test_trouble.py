@@ -96,7 +96,7 @@ def test_agents_written_against_the_openai_client_are_rollouts(found: RunningGat
         await client.begin(BeginBody(id=name, group="agents", group_size=4, task="frozenlake"))
         task = AgentTask(1, door.model, FrozenLake(LakeSettings(turns_max=3)))
         try:
-            verdict = await run_agent(agent, door, name, task, seconds_max=60)
+            verdict = await run_agent(agent, door, client.session(name), task, seconds_max=60)
         except EnvironmentFailed as error:
             await client.finish(name, FinishBody(is_lost=True))
             return error.what

@@ -83,6 +83,18 @@ def test_a_killed_engine_ends_both_sides(start: messages.Start) -> None:
     asyncio.run(story())
 
 
+def test_an_engine_process_gets_no_secrets_of_its_front(start: messages.Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("ROSE_OWNER_TOKEN", "ROSE_WORKER_TOKEN", "ROSE_RELAY_SECRET", "ROSE_API_KEY"):
+        monkeypatch.setenv(variable, "not-for-the-engine")
+
+    async def story() -> None:
+        async with both_sides(start) as (serving, _):
+            environment = Path(f"/proc/{serving.process_id}/environ").read_bytes()
+            assert b"PATH=" in environment and b"not-for-the-engine" not in environment
+
+    asyncio.run(story())
+
+
 def test_the_seat_is_taken_again_after_its_holder_left(start: messages.Start) -> None:
     async def story() -> None:
         with open_door() as door:

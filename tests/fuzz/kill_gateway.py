@@ -167,7 +167,7 @@ class Chaos:
             group = name.split("-")[0]
             await client.begin(BeginBody(id=name, group=group, group_size=SIZE, seed=5))
             ids = [int(part) % VOCABULARY for part in name.split("-")]
-            generate = self._openai_turns(name) if is_openai else self._gateway_turns(client, name)
+            generate = self._openai_turns(client.session(name)) if is_openai else self._gateway_turns(client, name)
             for number in range(TURNS):
                 answer = await generate(ids, number)
                 if answer != scripted(ids, TOKENS_MAX):
@@ -188,10 +188,10 @@ class Chaos:
 
         return generate
 
-    def _openai_turns(self, name: str) -> Any:
+    def _openai_turns(self, session: str) -> Any:
         client = openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key=AGENT, max_retries=OPENAI_RETRIES, timeout=60,
-            default_headers={"X-Session-ID": name},
+            default_headers={"X-Session-ID": session},
         )  # fmt: skip
 
         async def generate(ids: list[int], number: int) -> list[int]:

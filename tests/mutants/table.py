@@ -91,7 +91,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "coserve/channel.py",
         "without_secrets(os.environ)",
         "os.environ",
-        ("e2e/test_run.py::test_two_steps_end_to_end",),
+        ("e2e/test_lent_process.py",),
     ),
     # Weights
     Mutant(

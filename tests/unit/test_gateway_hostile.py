@@ -17,6 +17,8 @@ from rose.models.folder import ModelFolder, load_model_folder
 from rose.models.presets import write_preset
 from rose.rollout import outbox, proof
 from rose.rollout.client import GatewayClient
+from rose.rollout.gateway import Gateway
+from rose.rollout.joining import MESSAGES_AT_ONCE
 from rose.rollout.messages import CONNECT_PATH, FRAME_MESSAGES_MAX, Beat, Join, Leave, Tokens, Turn, decode_to_agent
 from rose.rollout.messages import Piece as PieceOf
 from rose.rollout.trainer_routes import BeginBody, FinishBody
@@ -159,6 +161,30 @@ def test_a_frame_that_is_none_costs_only_its_worker(folder: ModelFolder, frame: 
         await worker.is_cut_off()
         await found.worker("honest")
         assert (await found.turn(PROMPT, max_tokens=3))["token_ids"] == scripted(PROMPT, 3)
+
+    tell(folder, story)
+
+
+def test_others_are_answered_between_the_messages_of_one_frame(
+    folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns_of_loop: list[int] = []
+
+    async def story(found: World) -> None:
+        worker = await hostile(found)
+        loop, ticks = asyncio.get_running_loop(), 0
+
+        def tick() -> None:
+            nonlocal ticks
+            ticks += 1
+            loop.call_soon(tick)
+
+        heard = Gateway.heard
+        monkeypatch.setattr(Gateway, "heard", lambda *said: (turns_of_loop.append(ticks), heard(*said)) and None)
+        loop.call_soon(tick)
+        await worker.say(*[Beat(0, 0, 0, 0, "v0", True)] * 64)
+        await eventually(lambda: len(turns_of_loop) >= 64)
+        assert turns_of_loop[63] - turns_of_loop[0] >= 64 // MESSAGES_AT_ONCE - 1
 
     tell(folder, story)
 

@@ -153,7 +153,8 @@ def test_a_worker_cannot_speak_of_anothers_turn(folder: ModelFolder) -> None:
     msgspec.msgpack.encode([Beat(0, 0, 0, 0, "v0", True, NAN)]),
     msgspec.msgpack.encode([{"type": "VersionReady", "version": "v0", "size_bytes": -5}]),
     msgspec.msgpack.encode([{"type": "VersionReady", "version": "v", "seconds": {str(n): 1.0 for n in range(999)}}]),
-], ids=["types", "utf-8", "deep", "empty", "reserved", "many", "negative", "nan", "size", "phases"])  # fmt: skip
+    msgspec.msgpack.encode([{"type": "z" * 10_000}]),
+], ids=["types", "utf-8", "deep", "empty", "reserved", "many", "negative", "nan", "size", "phases", "long"])  # fmt: skip
 def test_a_frame_that_is_none_costs_only_its_worker(folder: ModelFolder, frame: bytes) -> None:
     async def story(found: World) -> None:
         worker = await hostile(found)
@@ -180,7 +181,12 @@ def test_others_are_answered_between_the_messages_of_one_frame(
             loop.call_soon(tick)
 
         heard = Gateway.heard
-        monkeypatch.setattr(Gateway, "heard", lambda *said: (turns_of_loop.append(ticks), heard(*said)) and None)
+
+        def counted(gateway: Gateway, *said: Any) -> None:
+            turns_of_loop.append(ticks)
+            heard(gateway, *said)
+
+        monkeypatch.setattr(Gateway, "heard", counted)
         loop.call_soon(tick)
         await worker.say(*[Beat(0, 0, 0, 0, "v0", True)] * 64)
         await eventually(lambda: len(turns_of_loop) >= 64)

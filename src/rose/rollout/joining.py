@@ -7,6 +7,7 @@ import asyncio
 import aiohttp
 from aiohttp import web
 
+from rose.bounds import TEXT_CHARACTERS_MAX
 from rose.errors import RoseError, Unavailable
 from rose.front.connections import cut
 from rose.rollout.gateway import Gateway
@@ -65,7 +66,7 @@ async def _received(connection: web.WebSocketResponse) -> list[ToGateway]:
 async def _say_goodbye(connection: web.WebSocketResponse, error: BaseException) -> None:
     if isinstance(error, RoseError) and not connection.closed:
         try:
-            await connection.send_bytes(encode([Leave(error.what, COME_BACK_S)]))
+            await connection.send_bytes(encode([Leave(error.what[:TEXT_CHARACTERS_MAX], COME_BACK_S)]))
         except ConnectionError:
             return
     await connection.close()

@@ -154,7 +154,7 @@ def test_a_worker_cannot_speak_of_anothers_turn(folder: ModelFolder) -> None:
     msgspec.msgpack.encode([{"type": "VersionReady", "version": "v0", "size_bytes": -5}]),
     msgspec.msgpack.encode([{"type": "VersionReady", "version": "v", "seconds": {str(n): 1.0 for n in range(999)}}]),
     msgspec.msgpack.encode([{"type": "z" * 10_000}]),
-], ids=["types", "utf-8", "deep", "empty", "reserved", "many", "negative", "nan", "size", "phases", "long"])  # fmt: skip
+], ids=["types", "utf-8", "deep", "empty", "reserved", "many", "negative", "nan", "size", "phases", "tag"])  # fmt: skip
 def test_a_frame_that_is_none_costs_only_its_worker(folder: ModelFolder, frame: bytes) -> None:
     async def story(found: World) -> None:
         worker = await hostile(found)

@@ -18,6 +18,7 @@ from msgspec import Meta
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 NAME_CHARACTERS_MAX = 256
+SESSION_CHARACTERS_MAX = 321  # the longest name, a mark, and the longest secret of a trajectory
 TEXT_CHARACTERS_MAX = 4096  # a sentence, an address, a path: PATH_MAX is 4096
 TOKENS_MAX = 1 << 20  # of one sequence; the longest contexts of today's models
 ITEMS_MAX = 1 << 16  # of a list that is not tokens: workers, turns of one frame, tensors of a model

@@ -66,7 +66,7 @@ def test_an_agent_that_knows_the_way(found: RunningGateway, model: Path) -> None
         async with GatewayClient(found.url, TRAINER) as client:
             await client.begin(BeginBody(id="home", group="homes", group_size=1))
             door = Door(found.url, AGENT, "qwen3-3m")
-            verdict = await run_agent(agent, door, "home", AgentTask(7, door.model, home), 120)
+            verdict = await run_agent(agent, door, client.session("home"), AgentTask(7, door.model, home), 120)
             await client.finish("home", FinishBody(reward=verdict.reward, is_success=verdict.is_success))
             return verdict, await client.next_batch(1, 0)
 

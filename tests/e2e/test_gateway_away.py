@@ -52,10 +52,11 @@ class Away(Chaos):
         group, ids = name.split("-")[0], [int(part) for part in name.split("-")]
         await client.begin(BeginBody(id=name, group=group, group_size=SIZE, seed=5))
         if kind == 1:
-            await asyncio.to_thread(self._play_plainly, name, ids)
+            await asyncio.to_thread(self._play_plainly, client.session(name), ids)
         else:
             task, door = AgentTask(0), Door(self.url, AGENT, "qwen3-3m")
-            await run_agent(self._agent(name, ids, kind), door, name, task, EPISODE_S_MAX)
+            session = client.session(name)
+            await run_agent(self._agent(session, ids, kind), door, session, task, EPISODE_S_MAX)
             assert task.answers == TURNS, "each counted once"
         self.told[name] = tuple(ids[:-1])
         await client.finish(name, FinishBody(reward=float(len(ids))))

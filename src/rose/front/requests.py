@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from rose.bounds import INT32_MAX, INT64_MAX, TOKENS_MAX, Count, Label, Text, TokenId
+from rose.bounds import INT32_MAX, INT64_MAX, SESSION_CHARACTERS_MAX, TOKENS_MAX, Count, Label, Text, TokenId
 from rose.front.structure import CHECKED_BY, FreeJson, FreeObject
 
 CHOICES_MAX = 128
@@ -37,7 +37,7 @@ StopText = Annotated[str, Meta(min_length=1, max_length=1000)]
 StopTexts = Annotated[list[StopText], Meta(max_length=4)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=256)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
-SessionName = Annotated[str, Meta(min_length=1, max_length=256)]
+SessionName = Annotated[str, Meta(min_length=1, max_length=SESSION_CHARACTERS_MAX)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
 TOOLS_MAX = 512
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from msgspec import structs
 
+from rose.bounds import SESSION_CHARACTERS_MAX
 from rose.engines.base import Request, Sampling
 from rose.front import chat as device_chat
 from rose.front import completions as device_completions
@@ -32,7 +33,6 @@ from rose.rollout.roles import is_trusted
 from rose.rollout.sessions import KeptTurn, Message, Session
 
 SESSION_HEADER = "X-Session-ID"
-SESSION_CHARACTERS_MAX = 321  # the longest id, a mark, the longest secret
 WHOLE = Sampling()
 
 

@@ -97,13 +97,14 @@ def chat_logprobs(tokenizer: Tokenizer, pieces: Iterable[Piece], top: int) -> Ch
 def generate_logprobs(pieces: Iterable[Piece], top: int) -> GenerateLogprobs:
     """`top` 0 or 1 means the sampled token only, as trainers ask for every token there is."""
     if top <= 1:
-        return GenerateLogprobs(
-            in_batches(
-                GenerateLogprob(f"token_id:{token_id}", token_id, logprob)
-                for piece in pieces
-                for token_id, logprob in zip(piece.token_ids, _all_finite(piece.logprobs))
-            )
+        held = list(pieces)
+        sampled = (
+            GenerateLogprob(f"token_id:{token_id}", token_id, logprob)
+            for piece in held
+            for token_id, logprob in zip(piece.token_ids, _all_finite(piece.logprobs))
         )
+        is_short = sum(len(piece.token_ids) for piece in held) <= BATCH
+        return GenerateLogprobs([*sampled] if is_short else in_batches(sampled))
 
     def content() -> Iterator[GenerateLogprob]:
         for token_id, logprob, alternatives in _tokens(pieces):

@@ -23,9 +23,11 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rose.config.environment import without_secrets
+from rose.coserve.supervision import settle, supervise
 from rose.errors import Unavailable
 from rose.launch.rotating import RotatingFile
 
@@ -185,7 +187,8 @@ class Processes:
         """Until it is ready."""
         running = await self._launch(command, heard)
         await running.until_ready()
-        self._keepers.append(asyncio.create_task(self._keep(command, heard)))
+        keeper = supervise(self._keep(command, heard), f"the keeper of {command.role}", partial(settle, self.failed))
+        self._keepers.append(keeper)
         return running
 
     def get(self, role: str) -> Running | None:

@@ -2,8 +2,8 @@
 
 Both ends have one per connection. What is put while a frame is on its way goes with the next one, so a slow connection
 makes fewer and larger frames instead of a longer queue of small ones. A frame is closed at `FRAME_BYTES`, so that the
-peer reads it in a few milliseconds. A peer that does not read for `STALLED_S`, or for which `WAITING_MAX` messages
-wait, loses its connection: what waits for it must not grow without a bound.
+peer reads it in a few milliseconds. A peer for which `WAITING_MAX` messages wait loses its connection: what waits for
+it must not grow without a bound. One that takes nothing at all is cut off by the connection itself, at both ends.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from rose.rollout.messages import FRAME_BYTES, FRAME_MESSAGES_MAX, ToAgent, ToGateway, encode_one, join_frame
+from rose.rollout.messages import FRAME_BYTES, FRAME_MESSAGES_MAX, ToAgent, ToGateway, encode, encode_one, join_frame
 
 WAITING_MAX = 1 << 17  # twice the turns that a worker can have at once
-STALLED_S = 30.0  # well over any lease: a worker that beats and does not read is broken
+AT_ONCE = 32  # messages that are encoded together; if that is too much for a frame, one by one
 
 
 class Outbox:
@@ -43,19 +43,21 @@ class Outbox:
     async def flush(self) -> None:
         self._news.clear()
         while self._messages:
-            try:
-                async with asyncio.timeout(STALLED_S):
-                    await self._send(self._next_frame())
-            except TimeoutError as error:
-                raise ConnectionResetError(f"the peer read nothing for {STALLED_S:g} s") from error
+            await self._send(self._next_frame())
             if self._is_full:
                 raise ConnectionResetError(f"{WAITING_MAX} messages wait for a peer that does not read")
 
     def _next_frame(self) -> bytes:
+        messages = self._messages
+        if len(messages) <= AT_ONCE:
+            frame = encode(list(messages))
+            if len(frame) <= FRAME_BYTES or len(messages) == 1:
+                messages.clear()
+                return frame
         parts: list[msgspec.Raw] = []
         size = 0
-        while self._messages and len(parts) < FRAME_MESSAGES_MAX and size < FRAME_BYTES:
-            part = encode_one(self._messages.popleft())
+        while messages and len(parts) < FRAME_MESSAGES_MAX and size < FRAME_BYTES:
+            part = encode_one(messages.popleft())
             parts.append(part)
             size += len(memoryview(part))
         return join_frame(parts)

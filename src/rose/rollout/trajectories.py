@@ -141,7 +141,18 @@ class Trajectories:
 
     def get(self, name: str, *, is_trusted: bool = True) -> Session | None:
         """The session that a request names. Raises Forbidden."""
-        return self._begun(name, is_trusted) or self._known(session_key(name, is_begun=False))
+        session = self._known(name)
+        if session is not None and is_trusted:
+            return session
+        if session is None and SECRET_MARK in name:
+            trajectory_id, _, secret = name.rpartition(SECRET_MARK)
+            session = self._known(trajectory_id) if SECRET.match(secret) else None
+            if session is not None and is_secret_of(session, secret):
+                return session
+        if session is None:
+            return self._known(session_key(name, is_begun=False))
+        hint = "name it by the `session` that POST /v1/trajectories answered with"
+        raise Forbidden(f"trajectory `{session.trajectory_id}` belongs to the agent that began it", hint=hint)
 
     def open(self, name: str, now_s: float, *, is_trusted: bool = True) -> Session:
         """The session of a request, made if it is new. Raises QueueFull, and RequestRefused if it has finished."""
@@ -166,7 +177,7 @@ class Trajectories:
         is_trusted: bool = True,
     ) -> Session:
         """A trajectory to train on; the same words again find the same one. Raises QueueFull, RequestRefused."""
-        known = self._known(session_key(trajectory_id, is_begun=True))
+        known = self._known(trajectory_id)
         if known is not None:
             if not is_trusted and not is_secret_of(known, secret or ""):
                 what = f"trajectory `{trajectory_id}` was begun before"
@@ -261,23 +272,8 @@ class Trajectories:
         for number in sorted(batches):
             self._hand_out(number, batches[number])
 
-    def _begun(self, name: str, is_trusted: bool) -> Session | None:
-        session = self._known(session_key(name, is_begun=True))
-        if session is not None and is_trusted:
-            return session
-        if session is None:
-            trajectory_id, _, secret = name.rpartition(SECRET_MARK)
-            session = self._known(session_key(trajectory_id, is_begun=True)) if SECRET.match(secret) else None
-            if session is None or is_secret_of(session, secret):
-                return session
-        hint = "name it by the `session` that POST /v1/trajectories answered with"
-        raise Forbidden(f"trajectory `{session.trajectory_id}` belongs to the agent that began it", hint=hint)
-
     def _known(self, key: str) -> Session | None:
-        for place in (self._sessions, self._held, self._gone):
-            if key in place:
-                return place[key]
-        return None
+        return self._sessions.get(key) or self._held.get(key) or self._gone.get(key)
 
     def _add(
         self, trajectory_id: str, group: Group | None, task: str, seed: int | None, now_s: float, secret: str | None

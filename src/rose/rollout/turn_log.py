@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rose.rollout.sessions import KeptTurn
 
 ROWS_KEPT = 256  # some seconds of a busy gateway
+ROWS_DROPPED = 32  # at least, at once
 ROW_BYTES = 4 << 20  # a row is closed when it has this much
 MOVED_BYTES = 256 << 10  # about what one commit moves out of the log: a millisecond of writing
 TOKEN_BYTES = 16  # about, of one token with its log-probability
@@ -107,6 +108,7 @@ class TurnLog:
     def __init__(self, file: LedgerFile, first_row: int, save: Callable[[KeptTurn, Began], None]) -> None:
         self._file, self._save = file, save
         self._row = first_row - 1
+        self._dropped = 0  # rows before this one are gone
         self._entries = bytearray()  # of the row that is noted and not written yet
         self._noted_at = -1  # commits before it
         self._under_way: dict[KeptTurn, UnderWay] = {}  # lowest row first
@@ -175,7 +177,10 @@ class TurnLog:
             under_way.row = self._row
             self._under_way[turn] = under_way
         oldest = next(iter(self._under_way.values())).row if self._under_way else self._row
-        self._file.note(DROP_ROWS, min(oldest, self._row - ROWS_KEPT))
+        needed = min(oldest, self._row - ROWS_KEPT)
+        if needed - self._dropped >= ROWS_DROPPED:
+            self._dropped = needed
+            self._file.note(DROP_ROWS, needed)
 
 
 def read_log(file: LedgerFile) -> dict[TurnId, tuple[UnderWay | None, list[Came]]]:

@@ -208,6 +208,11 @@ class HttpServer:
         return Connection(self._crowd, self._runner.server, self._options)
 
 
+def is_behind(request: web.Request) -> bool:
+    """Whether the client takes less than it is sent; cheaper to ask than to wait for nothing, once per token."""
+    return getattr(request.protocol, "_paused", False)
+
+
 async def drained(request: web.Request) -> None:
     """Wait until the client has taken most of what was written. Raises ConnectionError if it is gone."""
     if isinstance(request.protocol, Connection):

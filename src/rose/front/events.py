@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 from aiohttp import web
 
-from rose.front.connections import drained
+from rose.front.connections import drained, is_behind
 from rose.front.encoding import ENCODER
 from rose.front.failures import Failure
 
@@ -60,6 +60,7 @@ class EventStream:
             return
         try:
             await self.response.write(data)
-            await drained(self._request)
+            if is_behind(self._request):
+                await drained(self._request)
         except ConnectionError as error:
             raise ReaderGone from error

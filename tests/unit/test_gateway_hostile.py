@@ -103,6 +103,7 @@ async def begin(found: World, token: str = TOKENS.agent, **body: Any) -> tuple[i
     {"token_ids": (1,), "logprobs": (-1.0,), "cached_tokens": 2**64 - 1},
     {"token_ids": (1,), "logprobs": (-1.0,), "top_logprobs": (((1, -1.0),), ((2, -1.0),))},
     {"token_ids": (1,), "logprobs": (-1.0,), "top_logprobs": (((999_999, -1.0),),)},
+    {"token_ids": (), "logprobs": (), "finish_reason": "length"},
     {"token_ids": (1,), "logprobs": (-1.0,), "version": "v" * 1000},
     {"token_ids": (1,), "logprobs": (-1.0,), "ticket": 2**64 - 1},
 ])  # fmt: skip
@@ -124,6 +125,20 @@ def test_a_worker_whose_tokens_cannot_be_is_cut_off_and_its_turn_goes_on(
         assert found.gateway.pool.get("hostile") is None and found.gateway.books.ledger.trouble is None
 
     tell(folder, story, ledger=str(tmp_path / "ledger.sqlite"))
+
+
+@pytest.mark.parametrize("finish", [None, "abort", "length"])
+def test_a_turn_with_all_its_tokens_has_ended_whatever_its_worker_says(folder: ModelFolder, finish: Any) -> None:
+    async def story(found: World) -> None:
+        worker = await hostile(found)
+        turn = asyncio.create_task(found.turn(PROMPT, "s", max_tokens=2))
+        ticket = (await worker.turn()).ticket
+        await worker.say(Tokens((PieceOf(ticket, (3, 4), (-1.0, -1.0), "v0", finish),)))
+        async with asyncio.timeout(20):
+            answer = await turn
+        assert (answer["token_ids"], answer["finish_reason"]) == ([3, 4], "length")
+
+    tell(folder, story)
 
 
 def test_a_worker_cannot_speak_of_anothers_turn(folder: ModelFolder) -> None:

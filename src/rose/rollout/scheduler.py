@@ -17,6 +17,8 @@ import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from rose.bounds import INT32_MAX
 from rose.core.pacing import Pacer
 from rose.core.router import Outcome, Place, Router, TurnView, WorkerView
@@ -368,6 +370,8 @@ class Scheduler:
             wrong = f"an alternative outside the vocabulary of {self._vocabulary}"
         elif len(turn.produced) + count > most:
             wrong = f"{len(turn.produced) + count} tokens of a turn that asked for {most}"
+        elif piece.finish_reason in ("stop", "length") and not len(turn.produced) + count:
+            wrong = "the end of a turn without a token"
         if wrong:
             raise Unavailable(f"a worker sent {wrong}")
 
@@ -376,6 +380,8 @@ class Scheduler:
         produced, member = turn.produced, turn.member
         assert member is not None
         self._check(turn, piece)
+        if len(produced) + len(piece.token_ids) == turn.request.sampling.max_tokens and piece.finish_reason != "stop":
+            piece = msgspec.structs.replace(piece, finish_reason="length")  # whatever it said: no worker can go on
         produced.add(piece.token_ids, piece.logprobs, piece.version, piece.top_logprobs, member.name)
         self.counts.tokens += len(piece.token_ids)
         first = produced.cached_tokens is None

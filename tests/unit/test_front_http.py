@@ -422,8 +422,13 @@ def test_what_waits_for_clients_is_bounded_over_all_of_them(
 
     async def story(found: FrontWorld) -> None:
         sleepers = [sleeper(found.port, MUCH % b"") for _ in range(4)]
-        await until_cut(sleepers[0])
-        for each in sleepers[1:]:
+        waiting = [asyncio.create_task(until_cut(each)) for each in sleepers]
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert all(task.exception() is None for task in done), "whichever fell behind first is cut"
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for each in sleepers:
             each.close()
 
     tell(folder, story, FrontSettings(slow_reader_s=600))

@@ -36,7 +36,7 @@ logger = logging.getLogger("rose.gateway")
 APPLICATION = 0x524F5345  # "ROSE"; SQLite keeps it in the file's header
 SCHEMA = 3
 ROW_BYTES_MAX = 32 << 20  # of one value; SQLite takes 1 GB, a request's body is 16 MB
-LOG_BYTES = 24 << 20  # a write-ahead log that is longer is shortened; each time costs milliseconds
+LOG_BYTES = 16 << 20  # a write-ahead log that is longer is shortened; each time costs milliseconds
 VACUUM_PAGES = 64  # given back to the file system at once, a fraction of a millisecond
 TABLES = (
     "CREATE TABLE meta(name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID",

@@ -1,4 +1,4 @@
-"""Private files: nobody else can read them, at no moment, and a crash leaves whole content."""
+"""Private files: no other user can read them, at no moment, and a crash leaves whole content."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Background tasks that a server needs: none of them ends unnoticed.
 
-asyncio keeps the exception of a task until somebody asks for it, so a task that fails leaves its server half alive. A
+asyncio keeps the exception of a task until it is asked for, so a task that fails leaves its server half alive. A
 supervised task reports its failure when it happens: the error is logged with its traceback, and `on_failure` ends what
 depends on the task, usually the process, which its parent starts again. A task that belongs to one handler and is
 awaited there needs no supervision.

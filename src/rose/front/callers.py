@@ -42,7 +42,7 @@ class CallerCheck:
         if not self._is_open and not self._knows(_name_of(f"//{host}")):
             message = f"this server does not answer to the name `{host[:80]}`; the setting allowed_hosts adds names"
             raise Failure(403, message, code="host_not_allowed")
-        if len(self._allowed) < 64:  # how names and ports are written: a few, unless somebody plays
+        if len(self._allowed) < 64:  # honest clients write a few names; hostile ones any number
             self._allowed.add(host)
 
     def _check_origin(self, origin: str, host: str) -> None:

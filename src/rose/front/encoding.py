@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-# Part of no answer, since nobody can guess it.
+# Part of no answer, since it cannot be guessed.
 _MARK = b'"%s"' % secrets.token_hex(16).encode()
 
 

@@ -1,7 +1,7 @@
 """Service registry: one private file per running service of this user, by which other commands find it.
 
 An entry holds addresses and perhaps tokens, so only its user can read it. The service keeps a lock on its entry. The
-kernel drops that lock when the process ends, however it ends, in whatever container: an entry that nobody has locked
+kernel drops that lock when the process ends, however it ends, in whatever container: an entry that is not locked
 belongs to a service that is gone, and is removed by the first reader. A process id alone would not tell: another
 process may have it by now.
 """

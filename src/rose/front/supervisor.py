@@ -138,7 +138,7 @@ class Supervisor:
             loop.add_reader(door, turn_away, door, self.orders.removed)
 
     def _give_up(self, reason: Unavailable) -> None:
-        """End the device: whoever started it starts it again."""
+        """End the device; its parent starts it again."""
         settle(self.gave_up, reason)
 
     async def _keep(self) -> None:

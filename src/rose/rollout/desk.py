@@ -39,7 +39,7 @@ class TurnDesk:
 
     @property
     def trouble(self) -> Unavailable | None:
-        """Of the ledger. Without workers turns wait, and are told so in their own time."""
+        """Return why the ledger cannot be written. Without workers turns wait, and get a 503 after `wait_s`."""
         return self._books.ledger.trouble
 
     @property

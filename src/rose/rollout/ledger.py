@@ -355,6 +355,6 @@ def _messages_of(turn: KeptTurn) -> bytes | None:
 
 
 def _short_id(trajectory_id: str) -> int:
-    """Of a million others, one is like it once in ten trillion times."""
+    """Return a 63-bit hash of the id; a new id collides with one of a million once in ten trillion times."""
     found = hashlib.blake2b(trajectory_id.encode(errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(found, "little") & INT64_MAX

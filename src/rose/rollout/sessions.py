@@ -48,7 +48,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class KeptTurn:
-    """One turn of a trajectory, and whoever reads it now. A `Sink` of the scheduler."""
+    """One turn of a trajectory, and the clients that read it now. A `Sink` of the scheduler."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Session:
     finish: Finish | None = None
     turn_count: int = 0  # this and the next are known when it has finished
     forks: int = 0
-    secret: str | None = None  # of one that was begun: whoever shows it may act on the trajectory
+    secret: str | None = None  # of one that was begun: an agent that shows it may act on the trajectory
     room: Room = field(default_factory=Room)
     size_bytes: int = 0
 

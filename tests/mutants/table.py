@@ -267,8 +267,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all messages of a frame are heard at once",
         "rollout/joining.py",
-        "                if number % MESSAGES_AT_ONCE == 0:\n                    await asyncio.sleep(0)\n",
-        "",
+        "                    work = 0\n                    await asyncio.sleep(0)\n",
+        "                    work = 0\n",
         (
             "unit/test_gateway_hostile.py",
             "unit/test_loop_blocks.py",

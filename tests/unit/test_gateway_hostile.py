@@ -18,7 +18,7 @@ from rose.models.presets import write_preset
 from rose.rollout import outbox, proof
 from rose.rollout.client import GatewayClient
 from rose.rollout.gateway import Gateway
-from rose.rollout.joining import MESSAGES_AT_ONCE
+from rose.rollout.joining import WORK_AT_ONCE, WORK_OF_OTHERS
 from rose.rollout.messages import CONNECT_PATH, FRAME_MESSAGES_MAX, Beat, Join, Leave, Tokens, Turn, decode_to_agent
 from rose.rollout.messages import Piece as PieceOf
 from rose.rollout.trainer_routes import BeginBody, FinishBody
@@ -203,9 +203,11 @@ def test_others_are_answered_between_the_messages_of_one_frame(
 
         monkeypatch.setattr(Gateway, "heard", counted)
         loop.call_soon(tick)
-        await worker.say(*[Beat(0, 0, 0, 0, "v0", True)] * 64)
-        await eventually(lambda: len(turns_of_loop) >= 64)
-        assert turns_of_loop[63] - turns_of_loop[0] >= 64 // MESSAGES_AT_ONCE - 1
+        for message, work in ((Beat(0, 0, 0, 0, "v0", True), WORK_OF_OTHERS), (Tokens(()), 1)):
+            turns_of_loop.clear()
+            await worker.say(*[message] * 256)
+            await eventually(lambda: len(turns_of_loop) >= 256)
+            assert turns_of_loop[255] - turns_of_loop[0] >= 256 * work // WORK_AT_ONCE - 1
 
     tell(folder, story)
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from rose.bounds import UNREADABLE
 from rose.front.failures import Failure, bad_request
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -24,6 +25,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 NAME_SHOWN = 80  # characters of a name that clients chose; suggestions look no further either
 MESSAGE_SHOWN = 400  # characters: a message may quote the value, which may be the whole body
 NEUTRAL_BYTES_MAX = 256  # no neutral value is longer
+ONCE_BYTES_MAX = 1 << 16  # a larger body is not decoded again after a failure: that takes a while
 _raw_fields: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -35,10 +37,21 @@ class BodyReader(Generic[Body]):
         self.neutral = neutral or {}
         self._prefix = prefix
         self._decoder = msgspec.json.Decoder(kind)
+        # Most bodies have no key but fields of their struct, and are decoded once.
+        self._strict_decoder = msgspec.json.Decoder(_strict(kind))
         self._fields = frozenset(kind.__struct_encode_fields__)
 
     def read(self, data: bytes | msgspec.Raw) -> Body:
         """Raises Failure (400)."""
+        if len(memoryview(data)) > ONCE_BYTES_MAX:
+            return self._read_any(data)
+        try:
+            return self._strict_decoder.decode(data)
+        except UNREADABLE:
+            return self._read_any(data)
+
+    def _read_any(self, data: bytes | msgspec.Raw) -> Body:
+        """Read a body that may have neutral parameters or be wrong."""
         try:
             for name, raw in _raw_fields.decode(data).items():
                 if name not in self._fields:
@@ -78,6 +91,11 @@ class BodyReader(Generic[Body]):
             return bad_request(f"unknown parameter `{param}`", param=param, code="unknown_parameter")
         where = f"`{param.rstrip('.')}`: " if param else "the body: "
         return bad_request(where + what[:1].lower() + what[1:], param=param.rstrip(".") or None, code="invalid_value")
+
+
+def _strict(kind: type[Body]) -> type[Body]:
+    """Return the struct that has the same fields and takes no others."""
+    return msgspec.defstruct(kind.__name__, [], bases=(kind,), forbid_unknown_fields=True)  # type: ignore[return-value]
 
 
 def _same(value: Any, neutral: Any) -> bool:

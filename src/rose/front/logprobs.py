@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar, cast
 
 import msgspec
@@ -98,13 +98,9 @@ def generate_logprobs(pieces: Iterable[Piece], top: int) -> GenerateLogprobs:
     """`top` 0 or 1 means the sampled token only, as trainers ask for every token there is."""
     if top <= 1:
         held = list(pieces)
-        sampled = (
-            GenerateLogprob(f"token_id:{token_id}", token_id, logprob)
-            for piece in held
-            for token_id, logprob in zip(piece.token_ids, _all_finite(piece.logprobs))
-        )
-        is_short = sum(len(piece.token_ids) for piece in held) <= BATCH
-        return GenerateLogprobs([*sampled] if is_short else in_batches(sampled))
+        if sum(len(piece.token_ids) for piece in held) <= BATCH:
+            return GenerateLogprobs([_sampled(token_id, logprob) for token_id, logprob in _pairs(held)])
+        return GenerateLogprobs(in_batches(_sampled(token_id, logprob) for token_id, logprob in _pairs(held)))
 
     def content() -> Iterator[GenerateLogprob]:
         for token_id, logprob, alternatives in _tokens(pieces):
@@ -113,6 +109,15 @@ def generate_logprobs(pieces: Iterable[Piece], top: int) -> GenerateLogprobs:
             yield GenerateLogprob(f"token_id:{token_id}", token_id, finite(logprob), best)
 
     return GenerateLogprobs(in_batches(content()))
+
+
+def _sampled(token_id: int, logprob: float) -> GenerateLogprob:
+    return GenerateLogprob(f"token_id:{token_id}", token_id, logprob)
+
+
+def _pairs(pieces: Iterable[Piece]) -> Iterator[tuple[int, float]]:
+    """Return the tokens with their log-probabilities."""
+    return chain.from_iterable(zip(piece.token_ids, _all_finite(piece.logprobs)) for piece in pieces)
 
 
 def _tokens(pieces: Iterable[Piece]) -> Iterator[tuple[int, float, Alternatives]]:

@@ -11,13 +11,14 @@ from rose.bounds import TEXT_CHARACTERS_MAX
 from rose.errors import RoseError, Unavailable
 from rose.front.connections import cut
 from rose.rollout.gateway import Gateway
-from rose.rollout.messages import FRAME_BYTES_MAX, Join, Leave, ToGateway, Welcome, decode_to_gateway, encode
+from rose.rollout.messages import FRAME_BYTES_MAX, Join, Leave, ToGateway, Tokens, Welcome, decode_to_gateway, encode
 from rose.rollout.outbox import Outbox
 from rose.rollout.pool import Member
 
 JOIN_S = 10.0
 COME_BACK_S = 1.0
-MESSAGES_AT_ONCE = 8  # between two looks at the other connections; each may place some turns, a few milliseconds
+WORK_AT_ONCE = 64  # messages and pieces of tokens between two looks at the other connections: a few milliseconds
+WORK_OF_OTHERS = 8  # a message that is not tokens counts as so many: it may place several turns
 
 
 async def connect(gateway: Gateway, request: web.Request) -> web.StreamResponse:
@@ -38,9 +39,12 @@ async def connect(gateway: Gateway, request: web.Request) -> web.StreamResponse:
         outbox.put(Welcome(gateway.settings.beat_s))
         gateway.joined(member)
         while True:
-            for number, message in enumerate(more, start=1):
+            work = 0
+            for message in more:
                 gateway.heard(member, message)
-                if number % MESSAGES_AT_ONCE == 0:
+                work += 1 + len(message.pieces) if isinstance(message, Tokens) else WORK_OF_OTHERS
+                if work >= WORK_AT_ONCE:
+                    work = 0
                     await asyncio.sleep(0)
             more = await _received(connection)
     except (RoseError, ConnectionError, TimeoutError) as error:

@@ -27,7 +27,7 @@ from rose.coserve.messages import error_of
 from rose.engines.base import Request, TokenEvent
 from rose.errors import QueueFull, RequestRefused, RoseError, Unavailable
 from rose.rollout.live import Counts, LiveTurn, Sink
-from rose.rollout.messages import Cancel, Evict, Leave, Piece, Refused, Tokens, Turn
+from rose.rollout.messages import Alternatives, Cancel, Evict, Leave, Piece, Refused, Tokens, Turn
 from rose.rollout.pool import Member, Pool
 from rose.rollout.produced import Produced
 
@@ -366,7 +366,7 @@ class Scheduler:
             wrong = f"{count} tokens with {len(piece.logprobs)} log-probabilities"
         elif count and max(piece.token_ids) >= self._vocabulary:
             wrong = f"token id {max(piece.token_ids)} of a vocabulary of {self._vocabulary}"
-        elif any(token_id >= self._vocabulary for entry in piece.top_logprobs for token_id, _ in entry):
+        elif piece.top_logprobs and self._has_strange(piece.top_logprobs):
             wrong = f"an alternative outside the vocabulary of {self._vocabulary}"
         elif len(turn.produced) + count > most:
             wrong = f"{len(turn.produced) + count} tokens of a turn that asked for {most}"
@@ -375,12 +375,16 @@ class Scheduler:
         if wrong:
             raise Unavailable(f"a worker sent {wrong}")
 
+    def _has_strange(self, top_logprobs: Sequence[Alternatives]) -> bool:
+        return any(token_id >= self._vocabulary for entry in top_logprobs for token_id, _ in entry)
+
     def _take(self, turn: LiveTurn, piece: Piece, now_s: float) -> bool:
         """One piece of a turn; whether its seat is free now. Raises Unavailable."""
         produced, member = turn.produced, turn.member
         assert member is not None
         self._check(turn, piece)
-        if len(produced) + len(piece.token_ids) == turn.request.sampling.max_tokens and piece.finish_reason != "stop":
+        is_whole = len(produced) + len(piece.token_ids) == turn.request.sampling.max_tokens
+        if is_whole and piece.finish_reason not in ("stop", "length"):
             piece = msgspec.structs.replace(piece, finish_reason="length")  # whatever it said: no worker can go on
         produced.add(piece.token_ids, piece.logprobs, piece.version, piece.top_logprobs, member.name)
         self.counts.tokens += len(piece.token_ids)

@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -44,6 +45,7 @@ TOKEN_BYTES = 40  # about, of one token of a prompt in memory
 SECRET_MARK = "."  # between the id of a trajectory and its secret
 
 Message = dict[str, Any]
+PromptHash = hashlib.blake2b
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -79,6 +81,7 @@ class KeptTurn:
         self.readers: dict[str, Mailbox] = {}  # by request id, those who want every token as it comes
         self.waiters: dict[str, Mailbox] = {}  # those who want the whole answer when it is there
         self.tries = 0
+        self.prompt_hash: PromptHash | None = None  # so that the digest of a turn that goes on from it costs little
         self._reply_text: str | None = None
         self._ledger = session.ledger if session is not None else NO_LEDGER
 
@@ -230,13 +233,15 @@ class Session:
         self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int | None, stops: Sequence[str] = ()
     ) -> tuple[KeptTurn, int]:
         """The turn that this request asks for, new or known, and the seed of its dice. Raises QueueFull."""
-        asked = digest(prompt_ids, sampling, seed, stops)
+        parent = next((turn for turn in reversed(self.turns) if turn.is_prefix_of(prompt_ids)), None)
+        prompt_hash = hash_prompt(prompt_ids, parent)
+        asked = digest(prompt_hash, sampling, seed, stops)
         turn = self.by_digest.get(asked)
         if turn is None:
-            parent = next((turn for turn in reversed(self.turns) if turn.is_prefix_of(prompt_ids)), None)
             ordinal = self.turns[-1].ordinal + 1 if self.turns else 0
             self.room.check(self.size_bytes, TOKEN_BYTES * len(prompt_ids))
             turn = self.add(ordinal, asked, prompt_ids, parent)
+            turn.prompt_hash = prompt_hash
         return turn, self._seed_of(turn.ordinal) if seed is None else seed & SEED_MASK
 
     def add(self, ordinal: int, asked: str, prompt_ids: tuple[int, ...], parent: KeptTurn | None) -> KeptTurn:
@@ -272,15 +277,23 @@ class Finish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_lost: bool = False
 
 
-def digest(prompt_ids: tuple[int, ...], sampling: Sampling, seed: int | None, stops: Sequence[str]) -> str:
-    """Of what was asked; `seed` as the caller gave it."""
-    asked = [getattr(sampling, name) for name in _ASKED]
-    found = hashlib.blake2b(array("q", prompt_ids), digest_size=DIGEST_BYTES)
-    found.update(_encoder.encode((asked, seed, tuple(stops))))
+def hash_prompt(prompt_ids: tuple[int, ...], parent: KeptTurn | None) -> PromptHash:
+    """Return the hash of a prompt, computed from where the prompt of its parent ends."""
+    if parent is None or parent.prompt_hash is None:
+        return hashlib.blake2b(array("q", prompt_ids), digest_size=DIGEST_BYTES)
+    found = parent.prompt_hash.copy()
+    found.update(array("q", prompt_ids[len(parent.prompt_ids) :]))
+    return found
+
+
+def digest(prompt_hash: PromptHash, sampling: Sampling, seed: int | None, stops: Sequence[str]) -> str:
+    """Return the hash of what was asked; `seed` as the caller gave it."""
+    found = prompt_hash.copy()
+    found.update(_encoder.encode((_asked(sampling), seed, tuple(stops))))
     return found.hexdigest()
 
 
-_ASKED = tuple(name for name in Sampling.__struct_fields__ if name != "seed")
+_asked = attrgetter(*(name for name in Sampling.__struct_fields__ if name != "seed"))
 
 
 def _deliver(told: Sequence[tuple[Mailbox, Sequence[TokenEvent]]], trouble: Unavailable | None) -> None:

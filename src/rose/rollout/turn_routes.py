@@ -119,6 +119,8 @@ def session_name(request: web.Request, body: SamplingBody | GenerateBody) -> str
     header = request.headers.get(SESSION_HEADER)
     if header and len(header) > SESSION_CHARACTERS_MAX:
         raise bad_request(f"{SESSION_HEADER} has more than {SESSION_CHARACTERS_MAX} characters", param=SESSION_HEADER)
+    if header and not body.trajectory and not body.program_id and header.isprintable():
+        return header
     given = {SESSION_HEADER: header, "trajectory": body.trajectory, "program_id": body.program_id}
     names = {where: name for where, name in given.items() if name}
     for where, name in names.items():

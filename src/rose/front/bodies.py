@@ -36,9 +36,7 @@ class BodyReader(Generic[Body]):
         self.kind = kind
         self.neutral = neutral or {}
         self._prefix = prefix
-        self._decoder = msgspec.json.Decoder(kind)
-        # Most bodies have no key but fields of their struct, and are decoded once.
-        self._strict_decoder = msgspec.json.Decoder(_strict(kind))
+        self._decoder = msgspec.json.Decoder(_strict(kind))
         self._fields = frozenset(kind.__struct_encode_fields__)
 
     def read(self, data: bytes | msgspec.Raw) -> Body:
@@ -46,17 +44,18 @@ class BodyReader(Generic[Body]):
         if len(memoryview(data)) > ONCE_BYTES_MAX:
             return self._read_any(data)
         try:
-            return self._strict_decoder.decode(data)
+            return self._decoder.decode(data)  # most bodies have no other keys and need nothing more
         except UNREADABLE:
             return self._read_any(data)
 
     def _read_any(self, data: bytes | msgspec.Raw) -> Body:
         """Read a body that may have neutral parameters or be wrong."""
         try:
-            for name, raw in _raw_fields.decode(data).items():
-                if name not in self._fields:
-                    self._check_neutral(name, raw)
-            return self._decoder.decode(data)
+            fields = _raw_fields.decode(data)
+            others = [name for name in fields if name not in self._fields]
+            for name in others:
+                self._check_neutral(name, fields.pop(name))
+            return self._decoder.decode(msgspec.json.encode(fields) if others else data)
         except msgspec.ValidationError as error:
             raise self._invalid(str(error)) from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -23,6 +23,7 @@ from rose.front.replies import (
 from rose.models.tokenizer import Tokenizer
 
 BATCH = 32  # tokens, of up to 21 entries each, that are encoded at once
+BATCH_WITHOUT_TOP = 512  # tokens of one entry each: no more work than a batch of the others
 LOGPROB_MIN = -9999.0  # JSON has no infinity; OpenAI and vLLM write this for "never"
 
 Item = TypeVar("Item")
@@ -98,9 +99,11 @@ def generate_logprobs(pieces: Iterable[Piece], top: int) -> GenerateLogprobs:
     """`top` 0 or 1 means the sampled token only, as trainers ask for every token there is."""
     if top <= 1:
         held = list(pieces)
-        if sum(len(piece.token_ids) for piece in held) <= BATCH:
-            return GenerateLogprobs([_sampled(token_id, logprob) for token_id, logprob in _pairs(held)])
-        return GenerateLogprobs(in_batches(_sampled(token_id, logprob) for token_id, logprob in _pairs(held)))
+        pairs = chain.from_iterable(zip(piece.token_ids, _all_finite(piece.logprobs)) for piece in held)
+        if sum(len(piece.token_ids) for piece in held) <= BATCH_WITHOUT_TOP:
+            return GenerateLogprobs([GenerateLogprob(f"token_id:{token}", token, logprob) for token, logprob in pairs])
+        sampled = (GenerateLogprob(f"token_id:{token}", token, logprob) for token, logprob in pairs)
+        return GenerateLogprobs(in_batches(sampled))
 
     def content() -> Iterator[GenerateLogprob]:
         for token_id, logprob, alternatives in _tokens(pieces):
@@ -109,15 +112,6 @@ def generate_logprobs(pieces: Iterable[Piece], top: int) -> GenerateLogprobs:
             yield GenerateLogprob(f"token_id:{token_id}", token_id, finite(logprob), best)
 
     return GenerateLogprobs(in_batches(content()))
-
-
-def _sampled(token_id: int, logprob: float) -> GenerateLogprob:
-    return GenerateLogprob(f"token_id:{token_id}", token_id, logprob)
-
-
-def _pairs(pieces: Iterable[Piece]) -> Iterator[tuple[int, float]]:
-    """Return the tokens with their log-probabilities."""
-    return chain.from_iterable(zip(piece.token_ids, _all_finite(piece.logprobs)) for piece in pieces)
 
 
 def _tokens(pieces: Iterable[Piece]) -> Iterator[tuple[int, float, Alternatives]]:

@@ -154,11 +154,12 @@ class TurnRunner:
             ticket = self._tickets.get(event.request_id)
             if ticket is None:
                 continue
-            if all(LOWEST <= logprob <= LOG_PROBABILITY_MAX for logprob in event.logprobs):
+            for logprob in event.logprobs:
+                if not LOWEST <= logprob <= LOG_PROBABILITY_MAX:  # NaN too
+                    self._refuse_diverged(event)
+                    break
+            else:
                 has_ended |= self._gather(ticket, event)
-            else:  # NaN too: the weights have diverged, and only the turns that show it are refused
-                self._engine.cancel([event.request_id])
-                self._refuse(event.request_id, RequestRefused(f"version `{event.version}` draws tokens of {NO_NUMBER}"))
         if has_ended:
             self._tell_full()
         if self._gathered and self._timer is None:
@@ -182,6 +183,11 @@ class TurnRunner:
         self._full.append(self._gathered.pop(ticket))
         del self._tickets[event.request_id]
         return True
+
+    def _refuse_diverged(self, event: TokenEvent) -> None:
+        """Refuse only the turns that show that the weights have diverged."""
+        self._engine.cancel([event.request_id])
+        self._refuse(event.request_id, RequestRefused(f"version `{event.version}` draws tokens of {NO_NUMBER}"))
 
     def _refuse(self, request_id: str, error: RoseError) -> None:
         ticket = self._tickets.pop(request_id, None)

@@ -40,7 +40,7 @@ class Form(Protocol):
     def opening(self, choices: Sequence[Choice]) -> Iterable[msgspec.Struct]:
         """Chunks before the first piece."""
 
-    def chunk(self, piece: Piece) -> msgspec.Struct | None:
+    def chunk(self, choice: Choice, piece: Piece) -> msgspec.Struct | None:
         """The chunk for a piece; None if there is nothing to show yet."""
 
     def closing(self, choices: Sequence[Choice]) -> Iterable[msgspec.Struct]:
@@ -146,10 +146,12 @@ async def _stream(front: Front, request: web.Request, generation: Generation, fo
     return stream.response
 
 
-async def _send_all(stream: EventStream, generation: Generation, form: Form, pieces: list[Piece]) -> None:
+async def _send_all(
+    stream: EventStream, generation: Generation, form: Form, pieces: list[tuple[Choice, Piece]]
+) -> None:
     chunks: list[msgspec.Struct] = list(form.opening(generation.choices))
     while pieces:
-        chunks += [chunk for piece in pieces if (chunk := form.chunk(piece)) is not None]
+        chunks += [chunk for found in pieces if (chunk := form.chunk(*found)) is not None]
         await stream.send(chunks)
         chunks = []
         pieces = await generation.next()

@@ -79,25 +79,25 @@ class ChatForm:
                 chunk.prompt_token_ids = list(choice.request.prompt_ids)
             yield chunk
 
-    def chunk(self, piece: Piece) -> ChatChunk | None:
+    def chunk(self, choice: Choice, piece: Piece) -> ChatChunk | None:
         body = self._body
-        delta, finish_reason = self._delta(piece)
+        delta, finish_reason = self._delta(choice, piece)
         is_empty = not delta.content and not delta.tool_calls and finish_reason is None
         if is_empty and not body.logprobs and not body.return_token_ids:
             return None
-        choice = ChatChunkChoice(
-            index=piece.choice.index,
+        shown = ChatChunkChoice(
+            index=choice.index,
             delta=delta,
             logprobs=self._logprobs([piece]),
             finish_reason=finish_reason,  # type: ignore[arg-type]
         )
         if body.return_token_ids:
-            choice.token_ids = list(piece.token_ids)
-            choice.weight_versions = piece_versions(piece)
-        chunk = self._chunk([choice])
+            shown.token_ids = list(piece.token_ids)
+            shown.weight_versions = piece_versions(piece)
+        chunk = self._chunk([shown])
         if finish_reason is not None:
-            choice.stop_reason = piece.choice.stop_reason
-            chunk.rose = placed_of([piece.choice], self._place)
+            shown.stop_reason = choice.stop_reason
+            chunk.rose = placed_of([choice], self._place)
         return chunk
 
     def closing(self, choices: Sequence[Choice]) -> Iterable[msgspec.Struct]:
@@ -108,15 +108,15 @@ class ChatForm:
         shown: Usage | UnsetType | None = usage if wants_usage(self._body.stream_options) else UNSET
         return ChatChunk(id=self._id, created=self._created, model=self._front.model_name, choices=choices, usage=shown)
 
-    def _delta(self, piece: Piece) -> tuple[Delta, str | None]:
+    def _delta(self, choice: Choice, piece: Piece) -> tuple[Delta, str | None]:
         """What a piece adds, and how the choice ended if it did."""
         if not self._is_parsed:
             return Delta(content=piece.text or None), piece.finish_reason
-        finder = self._finders.setdefault(piece.choice.index, CallFinder())
+        finder = self._finders.setdefault(choice.index, CallFinder())
         said = finder.push(piece.text)
         if piece.finish_reason is not None:
             said += finder.finish()
-        calls = [shown_in_stream(call, self._key(piece.choice)) for call in said.calls]
+        calls = [shown_in_stream(call, self._key(choice)) for call in said.calls]
         ended = _ended(piece.finish_reason, finder.has_called)
         return Delta(content=said.text or None, tool_calls=calls or None), ended
 

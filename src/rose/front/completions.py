@@ -57,14 +57,14 @@ class CompletionForm:
     def opening(self, choices: Sequence[Choice]) -> Iterable[msgspec.Struct]:
         return ()
 
-    def chunk(self, piece: Piece) -> Completion | None:
+    def chunk(self, choice: Choice, piece: Piece) -> Completion | None:
         body = self._body
         if not piece.text and piece.finish_reason is None and body.logprobs is None and not body.return_token_ids:
             return None
-        choice = self._choice(piece.choice, [piece], piece.text, piece.finish_reason, piece_versions(piece))
-        reply = self._reply([choice], None if wants_usage(body.stream_options) else UNSET)
+        shown = self._choice(choice, [piece], piece.text, piece.finish_reason, piece_versions(piece))
+        reply = self._reply([shown], None if wants_usage(body.stream_options) else UNSET)
         if piece.finish_reason is not None:
-            reply.rose = placed_of([piece.choice], self._place)
+            reply.rose = placed_of([choice], self._place)
         return reply
 
     def closing(self, choices: Sequence[Choice]) -> Iterable[msgspec.Struct]:

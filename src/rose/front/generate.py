@@ -61,9 +61,9 @@ class GenerateForm:
     def opening(self, choices: Sequence[Choice]) -> Iterable[msgspec.Struct]:
         return ()
 
-    def chunk(self, piece: Piece) -> Generated:
-        shown = self._choice(piece.choice, [piece], piece.finish_reason, piece_versions(piece))
-        return self._reply([shown], piece.choice, UNSET)
+    def chunk(self, choice: Choice, piece: Piece) -> Generated:
+        shown = self._choice(choice, [piece], piece.finish_reason, piece_versions(piece))
+        return self._reply([shown], choice, UNSET)
 
     def closing(self, choices: Sequence[Choice]) -> Iterable[msgspec.Struct]:
         if wants_usage(self._body.stream_options):

@@ -32,9 +32,12 @@ class WeightSpan:
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What one step added to one choice. A struct, since one is made per token."""
+    """What one step added to one choice. A struct, since one is made per token.
 
-    choice: Choice
+    It does not refer to its choice, which holds it: a cycle would keep every request in memory until the collector
+    runs.
+    """
+
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -77,7 +80,6 @@ class Choice:
         self._extend_spans(event.version, start, start + count)
         self.token_ids += event.token_ids[:count]
         piece = Piece(
-            self,
             text,
             event.token_ids[:count],
             event.logprobs[:count],
@@ -144,17 +146,17 @@ class Generation:
         self._engine.cancel(self._open)
         self._metrics.abandon(self._open, "error" if isinstance(error, Exception) else "abort")
 
-    async def next(self, *, ends: int = 0) -> list[Piece]:
+    async def next(self, *, ends: int = 0) -> list[tuple[Choice, Piece]]:
         """What came since the last call, at least one piece; empty when all choices have ended.
 
         With `ends` it may wait until that many choices have ended (see Mailbox.take).
         """
-        pieces: list[Piece] = []
+        pieces: list[tuple[Choice, Piece]] = []
         while self._open and not pieces:
             for event in await self._mailbox.take(ends=ends):
                 choice = self._open.get(event.request_id)
                 if choice is not None:
-                    pieces.append(self._push(choice, event))
+                    pieces.append((choice, self._push(choice, event)))
         return pieces
 
     async def finish(self) -> None:

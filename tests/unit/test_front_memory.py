@@ -9,18 +9,24 @@ import sys
 from typing import Any
 
 import pytest
+from aiohttp import web
 from tests.unit.front_world import front_world
 
 from rose.front import offload
+from rose.front.connections import Connection
 from rose.front.context import INLINE_BYTES
 from rose.front.generation import Choice, Piece
 from rose.models.folder import ModelFolder, load_model_folder
 from rose.models.presets import write_preset
 
 MESSAGES = [{"role": "user", "content": "x"}]
+HELD = (Choice, Piece, Connection, web.BaseRequest)
+NOT_HTTP = b"GET / HTTP/9.9\xff\r\n\r\n"
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", {"prompt": "x", "max_tokens": 4, "logprobs": 1}),
     "conversation": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 4, "logprobs": True}),
+    "a route that does not exist": ("/nothing", {}),
+    "a wrong body": ("/v1/completions", {"prompt": "x", "max_tokens": -1}),
     "tokens": ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4, "logprobs": 1}}),
 }
 
@@ -39,10 +45,11 @@ def test_an_answered_request_leaves_no_reference_cycle(what: str, folder: ModelF
             gc.disable()
             try:
                 for _ in range(3):
-                    status, answer = await world.post(path, body)
-                    assert status == 200, answer
-                await asyncio.sleep(0.01)
-                return [type(found).__name__ for found in gc.get_objects() if isinstance(found, Choice | Piece)]
+                    await world.post(path, body)
+                    status, _ = await world.send(NOT_HTTP)
+                    assert status == 400
+                await asyncio.sleep(0.05)  # until the server has seen the ends of the connections
+                return [type(found).__name__ for found in gc.get_objects() if isinstance(found, HELD)]
             finally:
                 gc.enable()
 
@@ -54,8 +61,8 @@ def test_memory_of_large_requests_is_returned_once_for_many(
 ) -> None:
     trimmed: list[None] = []
     monkeypatch.setattr(offload, "trim_heap", lambda: trimmed.append(None))
-    monkeypatch.setattr(offload, "TRIM_S", 0.2)
-    monkeypatch.setattr(offload, "_trim_due_s", 0.0)
+    monkeypatch.setattr(offload, "RELEASE_S", 0.2)
+    monkeypatch.setattr(offload, "_release_due_s", 0.0)
 
     async def ask(prompt_characters: int, times: int, until: int) -> None:
         async with front_world(folder) as world:

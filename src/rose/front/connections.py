@@ -116,6 +116,20 @@ class Connection(web.RequestHandler):
         if self.transport is not None:
             cut(self.transport)
 
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what is not HTTP. The error holds the frame that holds it, with all that was received: part them."""
+        try:
+            return super().handle_error(request, status, exc, message)
+        finally:
+            if exc is not None:
+                exc.__traceback__ = None
+
     # What the transport calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

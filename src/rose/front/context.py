@@ -19,7 +19,7 @@ from rose.front.generation import Choice, Generation
 from rose.front.handle import EngineHandle
 from rose.front.lending import LendingDesk
 from rose.front.metrics import FrontMetrics
-from rose.front.offload import offload, trim_soon
+from rose.front.offload import offload, release_memory_soon
 from rose.front.requests import ChatBody, ChatMessage, TokenizeBody, Tool
 from rose.front.structure import is_surely_small, too_large
 from rose.front.tools import plain_calls, plain_tools
@@ -79,7 +79,7 @@ class Front:
         if not is_surely_small(data) and (much := await offload(too_large, data)):
             raise bad_request(f"the body has {much}", code="body_too_complex")
         if len(data) > INLINE_BYTES:
-            trim_soon()
+            release_memory_soon()
             async with self.large_bodies:  # each takes a while to decode: between two of them, others have a turn
                 await asyncio.sleep(0)
         return data

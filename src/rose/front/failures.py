@@ -92,7 +92,11 @@ def failure_of(error: RoseError) -> Failure:
 
 
 def failure_of_http(error: web.HTTPException) -> Failure:
-    """What aiohttp raises by itself (unknown route, wrong method, too large), in our shape."""
+    """What aiohttp raises by itself (unknown route, wrong method, too large), in our shape.
+
+    The request holds the error, and its traceback the request: without the traceback both are freed at once.
+    """
+    error.__traceback__ = None
     headers = {name: error.headers[name] for name in ("Allow", "Location") if name in error.headers}
     code = error.reason.lower().replace(" ", "_")
     return Failure(error.status, _http_message(error), code=code, headers=headers)

@@ -18,7 +18,7 @@ from rose.errors import QueueFull
 from rose.front.loops import trim_heap
 
 THREADS = 2  # large requests must not take the cores of small ones
-TRIM_S = 5.0  # after a large request, for the others that came with it
+RELEASE_S = 1.0  # after a large request, for the others that came with it
 WAITING_MAX = 256  # a large request takes a tenth of a second or so: who would wait longer comes back later
 
 Parameters = ParamSpec("Parameters")
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 # At a lower priority, which threads that the libraries start from here inherit: the event loop goes first.
 _threads = ThreadPoolExecutor(THREADS, thread_name_prefix="rose-offload", initializer=stand_back)
 _under_way = 0
-_trim_due_s = 0.0
+_release_due_s = 0.0
 
 
 async def offload(work: Callable[Parameters, Result], *arguments: Parameters.args, **more: Parameters.kwargs) -> Result:
@@ -47,18 +47,18 @@ async def offload_surely(
         return await asyncio.get_running_loop().run_in_executor(_threads, lambda: work(*arguments, **more))
     finally:
         _under_way -= 1
-        trim_soon()
+        release_memory_soon()
 
 
-def trim_soon() -> None:
+def release_memory_soon() -> None:
     """Return the memory of large requests to the system in a while, once for all that come until then."""
-    global _trim_due_s
+    global _release_due_s
     now_s = time.monotonic()
-    if now_s >= _trim_due_s:
-        _trim_due_s = now_s + TRIM_S
-        asyncio.get_running_loop().call_later(TRIM_S, _trim)
+    if now_s >= _release_due_s:
+        _release_due_s = now_s + RELEASE_S
+        asyncio.get_running_loop().call_later(RELEASE_S, _release)
 
 
-def _trim() -> None:
+def _release() -> None:
     # Not in a thread of low priority: while the heap is trimmed, the event loop may wait for it.
     asyncio.get_running_loop().run_in_executor(None, trim_heap)

@@ -94,10 +94,11 @@ async def _shaped(request: web.Request, handler: Next) -> web.StreamResponse:
         return Failure(403, str(error), kind="permission_error", code="not_your_trajectory").response()
     except RoseError as error:
         return failure_of(error).response()
-    except web.HTTPNotFound:
-        return Failure(404, "the gateway has no such route", code="not_found").response()
     except web.HTTPException as error:
-        return failure_of_http(error).response()
+        shaped = failure_of_http(error)
+        if error.status == 404:
+            shaped = Failure(404, "the gateway has no such route", code="not_found")
+        return shaped.response()
     except ConnectionError:
         raise
     except Exception:

@@ -57,7 +57,8 @@ def fuzz(listener: Listener, seconds: float, seed: str, block_ms: float, rows: P
     for finding in run.findings.values():
         show(listener, finding, seed, rows)
     print(f"  {result['cases']} cases, {result['requests']} requests, {result['honest']} honest, "
-          f"longest block {result['longest_block_ms']:g} ms, memory {result['rss_mb']} MB, "
+          f"the slowest in {result['honest_slowest_s']:g} s, longest block {result['longest_block_ms']:g} ms, "
+          f"memory {result['rss_warm_mb']} MB when warm, {result['rss_mb']} MB at the end, "
           f"{len(run.findings)} findings",
           flush=True)  # fmt: skip
     return result

@@ -281,7 +281,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "if len(self._open) >= self.most:",
         "if False:",
         (
-            "unit/test_front_connections.py",
+            "unit/test_front_http.py",
             "e2e/test_lifecycle.py",
         ),
     ),
@@ -290,7 +290,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "front/connections.py",
         "        if self._request_count == 0:\n            self.cut()\n",
         "        return\n",
-        ("e2e/test_lifecycle.py",),
+        ("unit/test_front_http.py", "e2e/test_lifecycle.py"),
     ),
     Mutant(
         "a client that does not read is never cut off",
@@ -298,7 +298,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if self.unsent_bytes >= self._left_bytes:\n            self.cut()\n            return\n",
         "",
         (
-            "unit/test_front_connections.py",
+            "unit/test_front_http.py",
             "e2e/test_lifecycle.py",
         ),
     ),

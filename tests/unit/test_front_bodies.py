@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rose.front import chat, completions, generate, information
-from rose.front.bodies import BodyReader
+from rose.front.bodies import ONCE_BYTES_MAX, BodyReader
 from rose.front.failures import Failure
 from rose.front.prompts import prompts_of
 from rose.front.routes import ROUTES, openapi_document
@@ -46,6 +46,14 @@ def refused(name: str, **body: Any) -> Failure:
 def test_neutral_values_are_taken(name: str, param: str, value: Any) -> None:
     body = READERS[name].read(msgspec.json.encode(LEAST[name] | {param: value}))
     assert body == READERS[name].read(msgspec.json.encode(LEAST[name]))
+
+
+def test_large_bodies_are_read_as_small_ones_are() -> None:
+    prompt = "x" * (ONCE_BYTES_MAX + 1)
+    body = completions.READER.read(msgspec.json.encode({"prompt": prompt, "n": 1, "frequency_penalty": 0}))
+    assert body.prompt == prompt and body.n == 1
+    assert refused("completions", prompt=prompt, promt=1).body.error.code == "unknown_parameter"
+    assert refused("completions", prompt=prompt, n=-1).body.error.param == "n"
 
 
 @pytest.mark.parametrize("name, param", sorted({(name, param) for name, param, _ in NEUTRAL}))

@@ -9,7 +9,7 @@ import pytest
 from rose.engines.base import Sampling, TokenEvent
 from rose.errors import QueueFull, RequestRefused
 from rose.rollout.branches import branches
-from rose.rollout.sessions import Finish, KeptTurn, Session
+from rose.rollout.sessions import Finish, KeptTurn, Session, digest, hash_prompt
 from rose.rollout.trajectories import Trajectories
 
 SAMPLING = Sampling(max_tokens=4)
@@ -45,6 +45,18 @@ def test_the_same_request_is_the_same_turn() -> None:
     for number, other in enumerate(others, start=1):
         another, dice = session.turn_of(*other)
         assert another is not turn and another.ordinal == number and dice != seed
+
+
+def test_the_digest_is_the_same_with_and_without_the_hash_of_the_parent() -> None:
+    """The ledger keeps digests and no hashes: after a restart, the same request must find its turn."""
+    session = begin(books(), "a")
+    play(session, turns=3)
+    last = session.turns[-1]
+    assert last.parent is not None and last.prompt_hash is not None
+    assert last.digest == digest(hash_prompt(last.prompt_ids, None), SAMPLING, None, ())
+    for turn in session.turns:
+        turn.prompt_hash = None
+    assert session.turn_of(last.prompt_ids, SAMPLING, None)[0] is last
 
 
 def test_dice_come_from_the_trajectorys_seed_unless_the_turn_has_its_own() -> None:

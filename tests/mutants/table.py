@@ -253,8 +253,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a log-probability that is no number is sent on",
         "rollout/runner.py",
-        "if all(LOWEST <= logprob <= LOG_PROBABILITY_MAX for logprob in event.logprobs):",
-        "if True:",
+        "if not LOWEST <= logprob <= LOG_PROBABILITY_MAX:",
+        "if False:",
         ("unit/test_agent_hostile.py",),
     ),
     Mutant(

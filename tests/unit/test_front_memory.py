@@ -36,6 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return load_model_folder(write_preset("qwen3-3m", tmp_path_factory.mktemp("model") / "qwen3-3m", seed=0))
 
 
+async def leave(port: int) -> None:
+    """Ask, say something that is not HTTP, and go without reading."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + NOT_HTTP)
+    await writer.drain()
+    writer.transport.abort()
+
+
 @pytest.mark.parametrize("what", BODIES)
 def test_an_answered_request_leaves_no_reference_cycle(what: str, folder: ModelFolder) -> None:
     async def ask() -> list[str]:
@@ -48,6 +56,7 @@ def test_an_answered_request_leaves_no_reference_cycle(what: str, folder: ModelF
                     await world.post(path, body)
                     status, _ = await world.send(NOT_HTTP)
                     assert status == 400
+                    await leave(world.port)
                 await asyncio.sleep(0.05)  # until the server has seen the ends of the connections
                 return [type(found).__name__ for found in gc.get_objects() if isinstance(found, HELD)]
             finally:

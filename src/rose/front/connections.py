@@ -127,8 +127,7 @@ class Connection(web.RequestHandler):
         try:
             return super().handle_error(request, status, exc, message)
         finally:
-            if exc is not None:
-                exc.__traceback__ = None
+            _forget_frames(exc)
 
     # What the transport calls
 
@@ -148,6 +147,8 @@ class Connection(web.RequestHandler):
             if timer is not None:
                 timer.cancel()
         self._crowd.leave(self)
+        for message, _ in self._messages:  # what is not HTTP and was not answered before its client left
+            _forget_frames(getattr(message, "exc", None))
         if self._is_in:
             super().connection_lost(error)
 
@@ -220,6 +221,11 @@ class HttpServer:
     def _connection(self) -> Connection:
         assert self._runner.server is not None
         return Connection(self._crowd, self._runner.server, self._options)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    if error is not None:
+        error.__traceback__ = None
 
 
 def is_behind(request: web.Request) -> bool:

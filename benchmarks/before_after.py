@@ -69,7 +69,7 @@ class Side:
 def main() -> int:
     options = harness.parser(__doc__ or "")
     options.add_argument("--before", type=Path, required=True, metavar="FOLDER", help="the other checkout")
-    options.add_argument("--rounds", type=int, default=None, help="of each side (front 12, gateway 3)")
+    options.add_argument("--rounds", type=int, default=None, help="of each side (front 12, gateway half as many)")
     arguments = options.parse_args()
     begun = harness.machine()
     before = arguments.before.resolve()
@@ -77,7 +77,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         model = write_preset(MODEL, Path(place) / MODEL, seed=0)
         rows = _fronts(model, before, rounds, 50 if arguments.quick else 200)
-    rows += _gateways(before, 1 if arguments.quick else 3)
+    rows += _gateways(before, max(1, rounds // 2))
     harness.print_table(rows, COLUMNS)
     worst = {row["what"]: (1 / row["ratio"] if row["what"].endswith("_max") else row["ratio"]) for row in rows}
     bars = [

@@ -22,6 +22,7 @@ turn. A run that was stopped goes on where it was when it is called again with t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import signal
 import sys
@@ -45,11 +46,10 @@ from coserving.traffic import WORST_S, at_rate, cut, scaled, worst_case
 from msgspec import structs
 
 from rose.errors import RoseError
-from rose.load.formats import read_trace
+from rose.load.load_report import LatencyBudget
 from rose.load.picture import draw
-from rose.load.report import Budget
-from rose.load.table import duration
-from rose.load.traces import Trace
+from rose.load.terminal import duration
+from rose.load.traces import Trace, read_trace
 from rose.models.presets import write_preset
 
 LIMIT_S, QUICK_LIMIT_S = 90 * 60.0, 5 * 60.0
@@ -72,7 +72,7 @@ METHOD = {
 }
 COLUMNS = (
     "mode", "requests", "percentile", "ttft_p99_ms", "tpot_p99_ms", "itl_p99_ms", "worst_minute_ttft_p99_ms",
-    "attainment", "rollout_tok_s", "serving_time_share", "breaches", "late_requests", "doubtful", "breaker_trips",
+    "attainment", "rollout_tok_s", "serving_time_share", "breaches", "late_requests", "ambiguous", "breaker_trips",
     "budget_used_ttft", "budget_used_tpot", "other_cores_share", "foreign_share",
 )  # fmt: skip
 
@@ -215,7 +215,7 @@ class Run:
         for piece in pieces:
             modes[piece.mode][piece.segment.number] = self.store.read(piece)
         places = [self.traffic(segment, calibration, segments)[1] for segment in segments]
-        return Findings(modes, places, Budget(calibration.ttft_ms / 1000, calibration.tpot_ms / 1000))
+        return Findings(modes, places, LatencyBudget(calibration.ttft_ms / 1000, calibration.tpot_ms / 1000))
 
     def orders(self, segments: list[Segment]) -> list[list[str]]:
         """Who was measured after whom, segment by segment."""
@@ -243,7 +243,8 @@ def report(run: Run, calibration: Calibration, segments: list[Segment], begun: d
     overall = figures.overall_of(findings, rate_rps, calibration.capacity_rps)
     lost = losses(findings, [mode for mode in run.modes if mode not in (*plan.ALONE, "rollouts_alone")])
     for row in rows:
-        row["attainment_difference"] = lost.get(row["mode"])
+        found = lost.get(row["mode"])
+        row["attainment_difference"] = dataclasses.asdict(found) if found is not None else None
     bars = bars_of(
         {row["mode"]: row for row in rows}, overall, lost, load=load, budget=arguments.budget,
         is_worst_case=arguments.worst_case,

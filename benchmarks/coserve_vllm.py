@@ -63,17 +63,16 @@ from coserving.plan import rotated
 sys.path.insert(0, str(harness.PROJECT))
 from tests.vllm import engines
 
-from rose.core.passive import Milestone, MilestoneKind
+from rose.core.observed_engine import Milestone, MilestoneKind
 from rose.engines.base import Request, Sampling
-from rose.engines.vllm.board import BoardReader, Seen
-from rose.engines.vllm.desk import Status, Terms
-from rose.engines.vllm.finding import board_of
-from rose.engines.vllm.mapped import Torn
-from rose.engines.vllm.process import EngineProcess
-from rose.engines.vllm.starting import NICE
-from rose.engines.vllm.worker import VllmWorker
 from rose.errors import RoseError, Unavailable
 from rose.models.presets import write_preset
+from rose.vllm.control_segment import Status, Terms
+from rose.vllm.discovery import find_segment
+from rose.vllm.engine_process import NICE, EngineProcess
+from rose.vllm.seqlock_file import Torn
+from rose.vllm.status_segment import SegmentReader, StatusChange
+from rose.vllm.vllm_engine import VllmEngine
 
 TAKING_TURNS = ("alone_1", "idle", "decode", "alone_2", "rollouts_alone")
 MODES = (*TAKING_TURNS, "ungated")
@@ -89,13 +88,13 @@ class Bench:
 
     def __init__(self, serving: engines.ServingEngine, process: EngineProcess, budget: Budget) -> None:
         self.serving, self.process, self.budget = serving, process, budget
-        self.worker: VllmWorker
+        self.worker: VllmEngine
         self.turns = 0
         self.terms: Terms | None = None
         self.pieces: dict[str, list[Piece]] = {mode: [] for mode in MODES}  # in the order of the trace
 
     def terms_of(self, mode: str) -> Terms:
-        return Terms(str(board_of(self.serving.url)), mode, self.budget.ttft_s, self.budget.tpot_s)  # type: ignore[arg-type]
+        return Terms(str(find_segment(self.serving.url)), mode, self.budget.ttft_s, self.budget.tpot_s)  # type: ignore[arg-type]
 
     async def ask(self, http: aiohttp.ClientSession, asked: Asked, due_s: float) -> Answer:
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
@@ -124,7 +123,7 @@ class Bench:
     async def keep(self) -> None:
         while True:
             until_s = time.monotonic() + LEASE_S
-            self.worker.wish(tokens=ALL, sequences=ALL, until_s=until_s, terms=self.terms)
+            self.worker.write_control(tokens=ALL, sequences=ALL, until_s=until_s, terms=self.terms)
             await asyncio.sleep(0.5)
 
     @asynccontextmanager
@@ -144,7 +143,7 @@ class Bench:
         async with self.lending(lent_mode(mode), 0 if mode.startswith("alone") else TURNS):
             await asyncio.sleep(1.0)
             begun, begun_s = self.worker.status(), time.monotonic()
-            busy = Busy(board_of(self.serving.url))
+            busy = Busy(find_segment(self.serving.url))
             if mode == "rollouts_alone":
                 await asyncio.sleep(rest_s)
             answers = [] if mode == "rollouts_alone" else await self.replay(asked)
@@ -164,18 +163,18 @@ class Bench:
         os.setpriority(os.PRIO_PGRP, self.process.process_id, NICE)
 
 
-def looked(reader: BoardReader) -> Seen | None:
+def looked(reader: SegmentReader) -> StatusChange | None:
     """Again and again while it is torn: what was before must not be told with what comes."""
     while True:
         with suppress(Torn):
-            return reader.look()
+            return reader.read()
 
 
 class Busy:
     """Adds up serving's steps, and the time in which it had a request; often enough to miss none."""
 
     def __init__(self, board: Path) -> None:
-        self._reader = BoardReader(board)
+        self._reader = SegmentReader(board)
         looked(self._reader)
         self._task = asyncio.create_task(self._watch())
         self._steps_s = self._present_s = self._since_s = 0.0
@@ -188,7 +187,7 @@ class Busy:
 
     def _look(self) -> None:
         with suppress(Torn):  # what this look would have told comes with the next
-            seen = self._reader.look()
+            seen = self._reader.read()
             if seen is not None:
                 self._steps_s += sum(step.seconds for step in seen.steps)
                 for one in seen.milestones:
@@ -198,7 +197,7 @@ class Busy:
         if self._here:
             self._present_s += max(0.0, one.at_s - self._since_s)
         self._since_s = max(self._since_s, one.at_s)
-        if one.kind is MilestoneKind.CAME:
+        if one.kind is MilestoneKind.ARRIVED:
             self._here.add(one.key)
         elif one.kind is not MilestoneKind.FIRST_TOKEN:
             self._here.discard(one.key)
@@ -232,7 +231,7 @@ async def gated_cpu_share(bench: Bench, seconds: float) -> tuple[float, int]:
 
 async def gate_closes(bench: Bench, tries: int) -> list[tuple[float, int]]:
     """Milliseconds from a request's arrival until the rollout engine is parked, and the steps that ended meanwhile."""
-    reader = BoardReader(board_of(bench.serving.url))
+    reader = SegmentReader(find_segment(bench.serving.url))
     found = []
     async with bench.lending("idle"):
         for _ in range(tries):
@@ -241,7 +240,7 @@ async def gate_closes(bench: Bench, tries: int) -> list[tuple[float, int]]:
             looked(reader)
             user = asyncio.create_task(bench.serving.answer(list(range(60)), 40))
             seen, told = await _until_parked(bench.worker, user), looked(reader)
-            came_s = [one.at_s for one in told.milestones if one.kind is MilestoneKind.CAME] if told else []
+            came_s = [one.at_s for one in told.milestones if one.kind is MilestoneKind.ARRIVED] if told else []
             if seen is not None and came_s:
                 began, parked = _steps_at(seen, min(came_s)), seen[-1]
                 found.append(((parked.at_s - min(came_s)) * 1e3, parked.steps - began))
@@ -250,7 +249,7 @@ async def gate_closes(bench: Bench, tries: int) -> list[tuple[float, int]]:
     return found
 
 
-async def _until_parked(worker: VllmWorker, user: asyncio.Task[Any]) -> list[Status] | None:
+async def _until_parked(worker: VllmEngine, user: asyncio.Task[Any]) -> list[Status] | None:
     """All that it said until then; None if the user was answered before."""
     seen = [worker.status()]
     while not (seen[-1].state == "parked" and "serving has work" in seen[-1].why):
@@ -266,7 +265,7 @@ def _steps_at(seen: list[Status], at_s: float) -> int:
     return max((status.steps for status in seen if status.at_s <= at_s), default=seen[0].steps)
 
 
-async def until(worker: VllmWorker, is_so: Callable[[Status], bool]) -> None:
+async def until(worker: VllmEngine, is_so: Callable[[Status], bool]) -> None:
     """Raises Unavailable with the gate's reason where lending does not come about: nothing can be measured then."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not is_so(status := worker.status()):

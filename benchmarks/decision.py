@@ -44,9 +44,10 @@ def learnt(constants: tuple[float, ...], seed: int) -> LatencyModel:
 
 def views() -> dict[str, ServingView]:
     running = tuple(
-        RunningRequest(NOW_S - 0.001 * number / REQUESTS, 200 + 10 * number, NOW_S - 2) for number in range(REQUESTS)
+        RunningRequest(NOW_S - 0.001 * number / REQUESTS, 200 + 10 * number, NOW_S - 2, NOW_S - 1, 100)
+        for number in range(REQUESTS)
     )
-    late = tuple(RunningRequest(NOW_S - 0.085, request.context_tokens, NOW_S - 2) for request in running)
+    late = tuple(RunningRequest(NOW_S - 0.085, request.context_tokens, NOW_S - 2, NOW_S - 1, 10) for request in running)
     waiting = tuple(WaitingRequest(NOW_S - 0.0001 * number, 20 + number) for number in range(REQUESTS))
     return {
         "64 waiting, 64 decoding": ServingView(1, waiting, running),
@@ -71,8 +72,9 @@ def row(mode: Mode, case: str, view: ServingView, arguments: Any) -> dict[str, A
     rollout = learnt((8e-5, 3e-5, 2e-8, 5.5e-8, 3e-6), arguments.seed + 1)
     limits = LendingLimits(serving_sequences=4 * REQUESTS)  # seats left, or decode mode would not look any further
     admission = Admission(mode, budgets, serving, rollout, limits)
+    admission.history.bursts.restore(1e6, (), (), NOW_S)
     for _ in range(1000):
-        admission.prompts.observe(random.Random(arguments.seed).randint(8, 400))
+        admission.history.prompts.observe(random.Random(arguments.seed).randint(8, 400))
     medians, worst, reason = [], [], ""
     for _ in range(3 if arguments.quick else 9):
         taken_us, reason = measure(admission, view, 500 if arguments.quick else 3000)

@@ -29,14 +29,16 @@ from typing import Any
 import harness
 import pieces
 
-from rose.config.device import EngineSettings
-from rose.core.groups import GroupRules, Groups
+sys.path.insert(0, str(harness.PROJECT))
+from tests.local_rollouts import LocalRollouts, Task, synchronous
+
+from rose.config.server_settings import EngineSettings
+from rose.core.groups import GroupRules
 from rose.engines.embedded.engine import EmbeddedEngine
 from rose.train.checkpoint import export_model
-from rose.train.local import LocalRollouts, Task
-from rose.train.model import CausalModel, use_threads
-from rose.train.settings import TrainSettings
+from rose.train.policy_model import CausalModel, use_threads
 from rose.train.step import StepReport, Trainer
+from rose.train.train_settings import TrainSettings
 from rose.train.warmstart import warm_start
 
 GROUPS_PER_SEED = 1 << 16
@@ -114,8 +116,7 @@ def learnt(kind: Kind, way: Way, seed: int, steps: int, episodes: int) -> dict[s
     settings = replace(settings, loss=replace(settings.loss, stops_drifted=way.stops_drifted))
     engine = EmbeddedEngine.load(model, EngineSettings(kv_memory_mb=256))
     rollouts, trainer = LocalRollouts(engine, model, task), Trainer(CausalModel.load(model), settings)
-    groups = Groups(kind.rules)
-    groups.next_group = seed * GROUPS_PER_SEED
+    groups = synchronous(kind.rules, next_group=seed * GROUPS_PER_SEED)
     before = rollouts.success_rate(episodes)
     drawn: deque[Any] = deque()
     reports: list[StepReport] = []

@@ -42,8 +42,6 @@ import harness  # noqa: E402
 import numpy as np  # noqa: E402
 import pieces  # noqa: E402
 
-from rose.launch.figures import ideal_ratio  # noqa: E402
-
 PART_S = 1.0  # one measurement of a core's speed
 REPEATS, REPEATS_QUICK = 5, 3
 BURN = "--burn"  # how this file is started as the other core's work
@@ -238,6 +236,15 @@ def run(job: Job, asked: list[str], runs: Path) -> dict[str, Any]:
     row = {"profile": job.profile, "case": job.case, "loss": job.loss, "sync": job.sync} | found
     row["serving_load"] = None if found["idle_share"] is None else round(1 - found["idle_share"], 4)
     return row | {f"{key}_reason": why for key, why in MEASURED_IN.items() if row[key] is None}
+
+
+def ideal_ratio(rollout_share: float, idle_share: float, busy_speed: float) -> float:
+    """Return the best speedup of a step that one borrowed core can give.
+
+    Only the rollout share of a step can be made quicker. What is added is the share of the borrowed core that serving
+    leaves idle, at the speed that a core has while the other is busy.
+    """
+    return 1 / ((1 - rollout_share) + rollout_share / (1 + idle_share * busy_speed))
 
 
 def with_ideal(row: dict[str, Any], speed: float) -> dict[str, Any]:

@@ -31,10 +31,10 @@ import numpy as np
 from doors.asking import ANSWER_TOKENS, Asking, ask_all
 from doors.processes import TOKENS, cpu_s, process, rose, stub
 
-from rose.envs.play import TurnSampling
+from rose.api.requests import TurnSampling
+from rose.api.trajectories import BeginBody, FinishBody
+from rose.client import GatewayClient
 from rose.models.presets import write_preset
-from rose.rollout.client import GatewayClient
-from rose.rollout.trainer_routes import BeginBody, FinishBody
 
 MODEL = "frozenlake-1m"
 VOCABULARY = 100

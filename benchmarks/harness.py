@@ -8,6 +8,7 @@ repeat, where both sides met the same machine, and reported as medians with thei
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -85,7 +86,8 @@ def finish(arguments: argparse.Namespace, name: str, rows: list[dict[str, Any]],
         print(f"{'ok    ' if bar['ok'] else 'MISSED'}  {bar['what']}: {_text(bar['value'])} (wanted {bar['bar']})")
     if arguments.json:
         command = " ".join([Path(sys.executable).name, *sys.argv])
-        found = {"benchmark": name, "command": command, "seed": arguments.seed, "quick": arguments.quick,
+        today = datetime.date.today().isoformat()
+        found = {"benchmark": name, "command": command, "date": today, "seed": arguments.seed, "quick": arguments.quick,
                  "machine": begun, **overall, "rows": rows, "wanted": bars}  # fmt: skip
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
         print(f"written to {arguments.json}")

@@ -31,10 +31,10 @@ from typing import Any
 import harness
 import numpy as np
 
-from rose.config.device import EngineSettings
+from rose.config.server_settings import EngineSettings
 from rose.core.facts import StepFeatures
 from rose.core.latency import LatencyModel
-from rose.coserve.profiling import profile
+from rose.device.coserving_factory import profile
 from rose.engines.base import Budget, Request, Sampling, StepPlan
 from rose.engines.embedded.engine import EmbeddedEngine
 from rose.models.presets import write_preset

@@ -22,17 +22,17 @@ from typing import Any
 
 import harness
 
-from rose.config.gateway import GatewaySettings
-from rose.coserve.mailbox import Mailbox
+from rose.api.worker_messages import Heartbeat, Join, TokensAdded, Turn, TurnTokens
+from rose.config.server_settings import GatewaySettings
 from rose.engines.base import Sampling
-from rose.models.folder import load_model_folder
+from rose.engines.token_stream import TokenStream
+from rose.gateway.gateway_core import GatewayCore
+from rose.gateway.gateway_server import build_gateway
+from rose.gateway.ledger import Ledger
+from rose.gateway.ledger_file import LOG_BYTES
+from rose.gateway.sessions import Finish
+from rose.models.model_folder import load_model_folder
 from rose.models.presets import write_preset
-from rose.rollout.books import Books
-from rose.rollout.gateway import build_gateway
-from rose.rollout.ledger import Ledger
-from rose.rollout.ledger_file import LOG_BYTES
-from rose.rollout.messages import Beat, Join, Piece, Tokens, Turn
-from rose.rollout.sessions import Finish
 
 COLUMNS = ("case", "trajectories", "turns", "seconds", "turns_s", "log_mb_max", "files_mb_max", "files_mb", "restart_s")
 GROUP, BATCH_GROUPS = 8, 16
@@ -47,19 +47,19 @@ MB = 1 << 20
 class Worker:
     """Takes every turn and answers it when asked to."""
 
-    def __init__(self, books: Books, model: str, now_s: float) -> None:
+    def __init__(self, core: GatewayCore, model: str, now_s: float) -> None:
         self.turns: list[Turn] = []
-        self._books = books
-        self.member = books.join(Join("w", "dedicated", model, "0", 4096, 1 << 30, 1 << 20), self._hear, now_s)
+        self._core = core
+        self.member = core.join(Join("w", "dedicated", model, "0", 4096, 1 << 30, 1 << 20), self._hear, now_s)
 
     def answer(self, now_s: float) -> None:
         turns, self.turns = self.turns, []
         for turn in turns:
-            piece = Piece(turn.ticket, ANSWER, LOGPROBS, "0", "stop", 0)
-            self._books.heard(self.member, Tokens((piece,)), now_s)
+            piece = TurnTokens(turn.attempt_id, ANSWER, LOGPROBS, "0", "stop", 0)
+            self._core.receive(self.member, TokensAdded((piece,)), now_s)
 
     def beat(self, now_s: float) -> None:
-        self._books.heard(self.member, Beat(0, 0, 0, 1 << 30, "0", True), now_s)
+        self._core.receive(self.member, Heartbeat(0, 0, 0, 1 << 30, "0", True), now_s)
 
     def _hear(self, message: Any) -> None:
         if isinstance(message, Turn):
@@ -100,34 +100,34 @@ async def _never_pauses(place: Path, turns: int) -> dict[str, Any]:
     path = place / "job.ledger"
     folder = load_model_folder(write_preset("frozenlake-1m", place / "model", seed=0))
     gateway = build_gateway(folder, GatewaySettings(ledger=str(path)))
-    worker, sizes = Worker(gateway.books, gateway.front.model_name, gateway.now_s()), Sizes(path)
+    worker, sizes = Worker(gateway.core, gateway.context.model_name, gateway.now_s()), Sizes(path)
     numbers = iter(range(turns // 4))
-    batches = asyncio.create_task(_take_batches(gateway.books))
+    batches = asyncio.create_task(_take_batches(gateway.core))
     works = [gateway.tick_for_ever(), _look(sizes), _answer(worker, gateway.now_s)]
     tasks = [batches, *(asyncio.create_task(work) for work in works)]
     began_s = time.monotonic()
-    await asyncio.gather(*(_play(gateway.books, numbers) for _ in range(AT_ONCE)))
+    await asyncio.gather(*(_play(gateway.core, numbers) for _ in range(AT_ONCE)))
     seconds = time.monotonic() - began_s
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     row = _row("never pauses", turns // 4, turns, seconds, sizes)
-    gateway.books.ledger.close()
+    gateway.core.ledger.close()
     return row
 
 
-async def _play(books: Books, numbers: Iterator[int]) -> None:
+async def _play(core: GatewayCore, numbers: Iterator[int]) -> None:
     """Trajectories of four turns, one after the other."""
     for number in numbers:
         name = f"run/{number // GROUP}/{number % GROUP}"
-        books.begin(name, time.monotonic(), group=f"run/{number // GROUP}", group_size=GROUP)
+        core.trajectories.begin(name, time.monotonic(), group=f"run/{number // GROUP}", group_size=GROUP)
         ids: tuple[int, ...] = (number % 50, 1, 2, 3)
         for _ in range(4):
-            reader = Mailbox()
-            books.ask(name, ids, SAMPLING, reader, time.monotonic())
+            reader = TokenStream()
+            core.ask(name, ids, SAMPLING, reader, time.monotonic())
             events = await reader.take(ends=1)
             ids = (*ids, *(token_id for event in events for token_id in event.token_ids), 9)
-        books.finish(name, Finish(1.0, True), time.monotonic())
+        core.finish(name, Finish(1.0, True), time.monotonic())
 
 
 async def _answer(worker: Worker, now_s: Any) -> None:
@@ -137,11 +137,11 @@ async def _answer(worker: Worker, now_s: Any) -> None:
         await asyncio.sleep(0.002)
 
 
-async def _take_batches(books: Books) -> None:
+async def _take_batches(core: GatewayCore) -> None:
     after = 0
     while True:
         await asyncio.sleep(0.05)
-        while books.batch(BATCH_GROUPS, after) is not None:
+        while core.trajectories.batch(BATCH_GROUPS, after) is not None:
             after += 1
 
 
@@ -153,25 +153,25 @@ async def _look(sizes: Sizes) -> None:
 
 def _weeks(path: Path, trajectories: int) -> dict[str, Any]:
     ledger = Ledger(path, "model")
-    books, sizes = Books("model", GatewaySettings(), ledger), Sizes(path)
-    worker, now_s = Worker(books, "model", 0.0), 0.0
+    core, sizes = GatewayCore("model", GatewaySettings(), ledger), Sizes(path)
+    worker, now_s = Worker(core, "model", 0.0), 0.0
     began_s = time.monotonic()
     for after, first in enumerate(range(0, trajectories, GROUP * BATCH_GROUPS)):
         now_s += 0.2
         names = range(first, first + GROUP * BATCH_GROUPS)
         for number in names:
-            books.begin(f"run/{number}", now_s, group=f"run/{number // GROUP}", group_size=GROUP)
+            core.trajectories.begin(f"run/{number}", now_s, group=f"run/{number // GROUP}", group_size=GROUP)
         for turn in range(2):
             for number in names:
                 ids = (number % 50, 1, 2, 3) if turn == 0 else (number % 50, 1, 2, 3, *ANSWER, 9)
-                books.ask(f"run/{number}", ids, SAMPLING, Mailbox(), now_s)
+                core.ask(f"run/{number}", ids, SAMPLING, TokenStream(), now_s)
             worker.answer(now_s)
-            books.settle()
+            core.ledger.commit()
         for number in names:
-            books.finish(f"run/{number}", Finish(1.0, True), now_s)
-        assert books.batch(BATCH_GROUPS, after) is not None
+            core.finish(f"run/{number}", Finish(1.0, True), now_s)
+        assert core.trajectories.batch(BATCH_GROUPS, after) is not None
         worker.beat(now_s)
-        books.tick(now_s)
+        core.tick(now_s)
         if ledger.log_bytes > LOG_BYTES:
             ledger.checkpoint()
             ledger.shorten()
@@ -181,17 +181,17 @@ def _weeks(path: Path, trajectories: int) -> dict[str, Any]:
     print(file=sys.stderr)
     seconds = time.monotonic() - began_s
     for number in range(OPEN):
-        books.begin(f"open/{number}", now_s, group=f"open/{number // GROUP}", group_size=GROUP)
-        books.ask(f"open/{number}", tuple(range(OPEN_TOKENS)), SAMPLING, Mailbox(), now_s)
-    books.settle()
+        core.trajectories.begin(f"open/{number}", now_s, group=f"open/{number // GROUP}", group_size=GROUP)
+        core.ask(f"open/{number}", tuple(range(OPEN_TOKENS)), SAMPLING, TokenStream(), now_s)
+    core.ledger.commit()
     row = _row("weeks", trajectories, 2 * trajectories, seconds, sizes)
-    ledger.file.abandon()
+    ledger.abandon()
     began_s = time.monotonic()
     ledger = Ledger(path, "model")
-    books = Books("model", GatewaySettings(), ledger)
-    books.settle()
+    core = GatewayCore("model", GatewaySettings(), ledger)
+    core.ledger.commit()
     row["restart_s"] = round(time.monotonic() - began_s, 2)
-    assert books.scheduler.waiting == OPEN, books.scheduler.waiting
+    assert core.scheduler.waiting == OPEN, core.scheduler.waiting
     ledger.close()
     return row
 

@@ -43,11 +43,10 @@ import harness
 import numpy as np
 
 from rose.core.memory import Holder, victims
-from rose.coserve.pages import PAGE_BYTES, PagePool, VirtualRange, hand_over
-from rose.coserve.tenancy import MOVED_BYTES_MAX
-from rose.engines.blocks import BlockPool, block_digest, root_digest
-from rose.engines.embedded.memory import KvMemory
-from rose.engines.shelf import PageShelf
+from rose.device.pages import PAGE_BYTES, PagePool, VirtualRange
+from rose.device.tenancy import MOVED_BYTES_MAX
+from rose.engines.blocks import BlockPool, PagesByOccupancy, block_digest, root_digest
+from rose.engines.embedded.runner import KvMemory
 
 GIB = 1 << 30
 BLOCK_TOKENS = 16
@@ -101,11 +100,12 @@ def cost_of_one_repeat(size: int, rng: random.Random) -> dict[str, float]:
         touch(one.floats())
 
     def move(source: VirtualRange, places: Sequence[int], target: VirtualRange) -> None:
-        hand_over(source, places, target, whole)
+        target.map(whole, source.unmap(places))
         touch(target.floats())
 
     def give_up() -> None:
-        pool.release(one.unmap(whole))
+        one.unmap(whole)
+        pool.release_spare()
 
     found = {"grow": timed_ms(grow), "hand_over": timed_ms(lambda: move(one, whole, other))}
     found["hand_over_scattered"] = timed_ms(lambda: move(other, scattered, one))
@@ -141,7 +141,7 @@ def measure_cost(arguments: Any) -> list[dict[str, Any]]:
 # Placements
 
 
-class FirstFit(PageShelf):
+class FirstFit(PagesByOccupancy):
     """The lowest page with a free block, which is where the lowest free block lies."""
 
     def fullest(self) -> int:
@@ -149,7 +149,7 @@ class FirstFit(PageShelf):
         return min(lowest).bit_length() - 1
 
 
-class LastPageFirst(PageShelf):
+class LastPageFirst(PagesByOccupancy):
     """The page touched last of those in use; a wholly free one only when there is no other."""
 
     def __init__(self, pages: int) -> None:
@@ -166,9 +166,9 @@ class LastPageFirst(PageShelf):
         return next(reversed(self._touched)) if self._touched else super().fullest()
 
 
-METHODS: dict[str, type[PageShelf]] = {
-    "ours": PageShelf,
-    "ours_unmoved": PageShelf,
+METHODS: dict[str, type[PagesByOccupancy]] = {
+    "ours": PagesByOccupancy,
+    "ours_unmoved": PagesByOccupancy,
     "first_fit": FirstFit,
     "last_page_first": LastPageFirst,
 }
@@ -193,7 +193,7 @@ class Lender:
 
 def pool_of(method: str, per_page: int, pages: int) -> BlockPool:
     pool = BlockPool(pages * per_page, blocks_per_page=per_page, source=Lender(pages))
-    pool._shelf = METHODS[method](pages)
+    pool._by_occupancy = METHODS[method](pages)
     return pool
 
 
@@ -315,7 +315,7 @@ class Traffic:
                 live.blocks = [moves.get(block, block) for block in live.blocks]
             self.measured.moved += len(moves)
         elif self.method != "ours_unmoved":
-            while len(pool._shelf.highest_at(0, pages)) < pages and pool.cached:
+            while len(pool._by_occupancy.highest_at(0, pages)) < pages and pool.cached:
                 pool._drop_oldest(1)
         got_back = pool.shrink(pages)
         self.measured.wanted_back += pages

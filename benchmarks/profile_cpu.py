@@ -25,7 +25,7 @@ import harness
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.config.device import EngineSettings
+from rose.config.server_settings import EngineSettings
 from rose.core.facts import StepFeatures
 from rose.engines.base import Budget, Request, Sampling
 from rose.engines.embedded.engine import EmbeddedEngine

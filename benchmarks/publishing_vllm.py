@@ -63,11 +63,11 @@ class Engine:
         from vllm import LLM
 
         made = LLM(model, dtype="float32", max_model_len=1024, enforce_eager=True, seed=seed, max_num_seqs=RUNNING,
-                   scheduler_cls="rose.engines.vllm.ServingScheduler", kv_cache_memory_bytes=256 << 20,
+                   scheduler_cls="rose.vllm.ServingScheduler", kv_cache_memory_bytes=256 << 20,
                    block_size=32)  # fmt: skip
         self.engine, self.chance, self.asked = made.llm_engine, random.Random(seed), 0
         self.scheduler = self.engine.engine_core.engine_core.scheduler
-        self.times = Times(type(self.scheduler._rose), "came", "scheduled", "stepped")
+        self.times = Times(type(self.scheduler._rose), "on_arrival", "on_scheduled", "on_finished")
 
     def ask(self, max_tokens: int) -> None:
         from vllm import SamplingParams
@@ -88,11 +88,11 @@ class Engine:
             self.engine.step()
             self.fill(lengths)
         seconds, us = time.perf_counter() - began_s, self.times.us
-        both = [one + other for one, other in zip(us["scheduled"], us["stepped"], strict=True)]
+        both = [one + other for one, other in zip(us["on_scheduled"], us["on_finished"], strict=True)]
         held = {"running": len(self.scheduler.running), "waiting": len(self.scheduler.waiting)}
         found = {"case": name, "steps": steps, **held, "step_ms": round(seconds / steps * 1e3, 1)}
-        return found | _figures({"scheduled_us": us["scheduled"], "stepped_us": us["stepped"], "publish_us": both,
-                                 "came_us": us["came"]})  # fmt: skip
+        return found | _figures({"scheduled_us": us["on_scheduled"], "stepped_us": us["on_finished"],
+                                 "publish_us": both, "came_us": us["on_arrival"]})  # fmt: skip
 
     def drop_all(self) -> None:
         self.engine.abort_request([str(number + 1) for number in range(self.asked)])

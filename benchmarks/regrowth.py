@@ -32,9 +32,8 @@ from rose.core.memory import (
     Regrowth,
     victims,
 )
-from rose.load.formats import read_trace
 from rose.load.generators import generated
-from rose.load.traces import Trace
+from rose.load.traces import Trace, read_trace
 
 SAMPLE_S = 0.1
 PAGES = 1024

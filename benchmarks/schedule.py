@@ -3,7 +3,8 @@
 The paper's two set-ups with H800 profiles: `8b`, 8 dedicated and 16 borrowed devices, and `32b`, 16 and 64 devices in
 tensor-parallel groups of four (a group is one worker). Router, pacer and provisioner are the real ones. What a borrowed
 device lends and what its users notice comes from a step-by-step run of that device under the real rules of lending,
-with rollouts that want all they can get (scheduling/lending.py); the rollouts' side is a batch model (worker.py there).
+with rollouts that always ask for a full step (`rose.sim.lent_timeline`); rollout workers are a batch model
+(`rose.sim.batch_worker`).
 
 `borrow_gain` is the completion time without borrowed devices over that with them, same router. `over_lower_bound` is
 against the larger of the longest trajectory alone on a dedicated worker and all work over all usable capacity. In the
@@ -20,7 +21,6 @@ Without the recorded data a seeded generator stands in, and the rows say so.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,14 +29,15 @@ from typing import Any
 
 import harness
 from scheduling import traffic, trajectories
-from scheduling.cluster import Cluster
+from scheduling.baselines import ROUTERS, make_router
 from scheduling.figures import lower_bound_s, row_of
-from scheduling.lending import Device, Timeline, saturated_requests_per_s
-from scheduling.trajectories import Source, Trajectory
+from scheduling.trajectories import Source
 
-from rose.core.router import ROUTER_KINDS, RouterKind
+from rose.config.server_settings import GatewaySettings
 from rose.core.slo import Budgets
 from rose.engines.profiles import StepProfile, load_profile
+from rose.sim.batch_cluster import BatchCluster, PlannedTrajectory
+from rose.sim.lent_timeline import LentTimeline, SaturatedDevice, saturated_requests_per_s
 
 GROUP = 16
 LOAD = 0.2  # of what serving alone can do; the paper's trace has 18.9 % of compute
@@ -66,7 +67,7 @@ class Setup:
     span_s: float = 400.0
 
     def shrunk(self, by: int) -> Setup:
-        """Never so far that the mix of workers changes."""
+        """Return a smaller set-up with the same mix of workers."""
         by = min(by, self.dedicated)
         return replace(self, dedicated=max(1, self.dedicated // by), borrowed=max(1, self.borrowed // by),
                        trajectories=self.trajectories // by, span_s=300.0)  # fmt: skip
@@ -84,12 +85,11 @@ SETUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """What the borrowed devices of a set-up lend, and what their users notice."""
+    """The timelines of a set-up's borrowed devices, and the SLO attainment with and without lending."""
 
-    timelines: list[Timeline]
+    timelines: list[LentTimeline]
     attainment: float
     attainment_alone: float
-    busy_share: float
 
 
 def lend(setup: Setup, trace: traffic.Trace, is_worst: bool, seed: int) -> Lent:
@@ -97,31 +97,35 @@ def lend(setup: Setup, trace: traffic.Trace, is_worst: bool, seed: int) -> Lent:
     most = saturated_requests_per_s(serving, setup.budgets, list(trace.requests[:600])) / trace.requests_per_s
     spike = (*SPIKE_S, SPIKE_LOAD * most) if is_worst else None
     lent, alone = [], []
-    for device in range(min(setup.borrowed, DISTINCT_DEVICES)):
-        arrivals = traffic.spiked(trace, device + seed, setup.span_s, LOAD * most, spike)
-        for lends, found in ((True, lent), (False, alone)):
-            made = Device(serving, rollout, setup.budgets, arrivals, setup.span_s, device + seed, lends=lends)
-            found.append(made.run())
+    for number in range(min(setup.borrowed, DISTINCT_DEVICES)):
+        arrivals = traffic.spiked(trace, number + seed, setup.span_s, LOAD * most, spike)
+        for lends, timelines_of in ((True, lent), (False, alone)):
+            device = SaturatedDevice(
+                serving, rollout, setup.budgets, arrivals, setup.span_s, number + seed, lends=lends
+            )
+            timelines_of.append(device.run())
     timelines = [lent[device % len(lent)] for device in range(setup.borrowed)]
     if not is_worst:
         timelines = [line.shifted(line.span_s / 2) if i >= len(lent) else line for i, line in enumerate(timelines)]
-    busy_share = statistics.fmean(line.busy_share for line in alone)
-    return Lent(timelines, _attained(lent), _attained(alone), busy_share)
+    return Lent(timelines, _attained(lent), _attained(alone))
 
 
-def _attained(lines: Sequence[Timeline]) -> float:
+def _attained(lines: Sequence[LentTimeline]) -> float:
     return sum(line.attainment * line.requests for line in lines) / max(1, sum(line.requests for line in lines))
 
 
-def run(setup: Setup, kind: RouterKind, drawn: Sequence[Trajectory], timelines: list[Timeline]) -> dict[str, Any]:
+def run(setup: Setup, kind: str, drawn: Sequence[PlannedTrajectory], timelines: list[LentTimeline]) -> dict[str, Any]:
     begin_s = time.perf_counter()
-    result = Cluster(kind, setup.profile, setup.dedicated, timelines, drawn).run()
+    router = make_router(kind, blocked_patience_s=GatewaySettings().gated_s)
+    result = BatchCluster(
+        router, setup.profile, setup.dedicated, timelines, drawn, tries_every_arrival=kind == "sticky"
+    ).run()
     row = row_of(result, lower_bound_s(setup.profile, setup.dedicated, timelines, drawn))
     return {"router": kind, "borrowed": len(timelines), **row, "wall_s": round(time.perf_counter() - begin_s, 1)}
 
 
-def plan(sources: Sequence[Source], arguments: Any) -> Iterator[tuple[Source, float, RouterKind, bool]]:
-    """(trajectories, likeness, router, also without borrowing): everything at the middle likeness, the rest by need."""
+def plan(sources: Sequence[Source], arguments: Any) -> Iterator[tuple[Source, float, str, bool]]:
+    """Yield (trajectories, likeness, router, whether also without borrowing)."""
     middle = sorted(arguments.likeness)[len(arguments.likeness) // 2 if len(arguments.likeness) > 2 else 0]
     for number, source in enumerate(sources):
         for likeness in arguments.likeness:
@@ -132,7 +136,7 @@ def plan(sources: Sequence[Source], arguments: Any) -> Iterator[tuple[Source, fl
 
 
 def rows_of(
-    setup: Setup, source: Source, likeness: float, kind: RouterKind, lent: Lent, *, case: str, both: bool, seed: int
+    setup: Setup, source: Source, likeness: float, kind: str, lent: Lent, *, case: str, both: bool, seed: int
 ) -> list[dict[str, Any]]:
     drawn = trajectories.draw(source, setup.trajectories // GROUP, GROUP, likeness, seed)
     named = {"setup": setup.name, "trace": source.what, "likeness": likeness, "case": case}
@@ -188,13 +192,13 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _against_paper(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """(likeness, completion of `paper` over that of `cost`) of every case."""
-    taken = {(row["trace"], row["likeness"], row["router"]): row["completion_s"] for row in rows}
-    pairs = [(trace, likeness) for trace, likeness, router in taken if router == "cost"]
+    """Return (likeness, completion of `paper` over that of `cost`) of every case."""
+    completion_s = {(row["trace"], row["likeness"], row["router"]): row["completion_s"] for row in rows}
+    pairs = [(trace, likeness) for trace, likeness, router in completion_s if router == "cost"]
     return [
-        (likeness, round(taken[trace, likeness, "paper"] / taken[trace, likeness, "cost"], 3))
+        (likeness, round(completion_s[trace, likeness, "paper"] / completion_s[trace, likeness, "cost"], 3))
         for trace, likeness in pairs
-        if (trace, likeness, "paper") in taken
+        if (trace, likeness, "paper") in completion_s
     ]
 
 
@@ -202,7 +206,7 @@ def options() -> Any:
     parser = harness.parser(__doc__ or "")
     data = os.environ.get("ROSE_DATA")
     parser.add_argument("--data", type=Path, default=Path(data) if data else None, help="folder of recorded data")
-    parser.add_argument("--routers", nargs="+", choices=ROUTER_KINDS, default=list(ROUTER_KINDS))
+    parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS))
     parser.add_argument("--setups", nargs="+", choices=[setup.name for setup in SETUPS], default=["8b", "32b"])
     parser.add_argument("--likeness", nargs="+", type=float, help="of siblings (0 0.5 0.9, or 0.5 0.9 with --quick)")
     parser.add_argument("--files", nargs="+", choices=trajectories.FILES, help="both, or the first with --quick")
@@ -224,9 +228,9 @@ def main() -> int:
         print(what)
     shrink = arguments.shrink
     for setup in [setup.shrunk(shrink) if shrink > 1 else setup for setup in SETUPS if setup.name in arguments.setups]:
-        found = measure(setup, trace, sources, arguments)
-        rows += found
-        harness.print_table(found, COLUMNS)
+        measured = measure(setup, trace, sources, arguments)
+        rows += measured
+        harness.print_table(measured, COLUMNS)
         print(flush=True)
     notes = {"traffic": trace.what, "load": LOAD, "spike_load": SPIKE_LOAD, "spike_s": SPIKE_S, "shrunk_by": shrink,
              "length_factors": {source.what: round(source.factor, 4) for source in sources},
@@ -235,7 +239,7 @@ def main() -> int:
     for row in rows:
         row |= {key: None for key in COLUMNS if key not in row}
         if not row["borrowed"]:
-            row["reason"] = "nothing is borrowed: no gain, and nobody's users to lose"
+            row["reason"] = "nothing is borrowed: no gain and no serving"
     return harness.finish(arguments, "schedule", rows, wanted, begun, **notes)
 
 

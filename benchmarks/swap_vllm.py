@@ -2,7 +2,7 @@
 
     python benchmarks/swap_vllm.py --vllm-python .venv-vllm/bin/python --json FILE
 
-    ours             staged while steps go on, then what differs is written by index, verified, and told to vLLM
+    ours             staged while steps go on, then what differs is written by index, verified, and reported to vLLM
     patch_loader     vLLM's loader of sparse patches, with what changed ready in memory
     patch_loader_unchecked   the same without its search for indices that come twice
 
@@ -32,12 +32,11 @@ sys.path.insert(0, str(harness.PROJECT))
 from tests.vllm import engines
 
 from rose.engines.base import Request, Sampling
-from rose.engines.vllm.process import EngineProcess
-from rose.engines.vllm.starting import RolloutEngine
-from rose.engines.vllm.worker import VllmWorker
 from rose.errors import RoseError
 from rose.models.presets import write_preset
 from rose.models.tensors import SINGLE, open_tensors, write_tensors
+from rose.vllm.engine_process import EngineProcess, RolloutEngineSettings
+from rose.vllm.vllm_engine import VllmEngine
 
 METHODS = ("ours", "patch_loader", "patch_loader_unchecked")
 COLUMNS = ("method", "numbers", "pause_ms", "pause_ms_low", "pause_ms_high", "write_ms", "stage_ms", "why")
@@ -48,13 +47,13 @@ EXTENSION = ("--worker-extension-cls", "competitors.vllm_patches.PatchingWorker"
 class Bench:
     """One engine that decodes all the time."""
 
-    def __init__(self, worker: VllmWorker, folders: list[Path]) -> None:
+    def __init__(self, worker: VllmEngine, folders: list[Path]) -> None:
         self.worker, self.folders = worker, folders
         self.turns = self.now = self.versions = 0
 
     async def keep(self) -> None:
         while True:
-            self.worker.wish(tokens=ALL, sequences=ALL, until_s=time.monotonic() + 5.0)
+            self.worker.write_control(tokens=ALL, sequences=ALL, until_s=time.monotonic() + 5.0)
             await asyncio.sleep(1.0)
 
     async def roll(self, number: int) -> None:
@@ -70,9 +69,9 @@ class Bench:
         self.now = 1 - self.now
         if method == "ours":
             return await self._ours(after)
-        found = await self.worker._ask_worker("prepare_patches", [before, after])
+        found = await self.worker._call_worker("prepare_patches", [before, after])
         is_checked = "no" if method.endswith("unchecked") else "yes"
-        return {**await self._gated(self.worker._ask_worker("load_patches", [is_checked])), **found}
+        return {**await self._gated(self.worker._call_worker("load_patches", [is_checked])), **found}
 
     async def _ours(self, after: str) -> dict[str, float]:
         worker, write_ms = self.worker, 0.0
@@ -80,7 +79,7 @@ class Bench:
         version, plain, began_s = f"version-{self.versions}", worker._call, time.monotonic()
         await worker.stage(version, after)
         stage_ms = (time.monotonic() - began_s) * 1e3
-        numbers = (await worker._ask_worker("staged_weights", []))["numbers"]
+        numbers = (await worker._call_worker("staged_weights", []))["numbers"]
 
         async def timed(path: str, body: Any) -> Any:
             nonlocal write_ms
@@ -96,11 +95,11 @@ class Bench:
         return {"pause_ms": worker.swap_s * 1e3, "write_ms": write_ms, "stage_ms": stage_ms, "numbers": numbers}
 
     async def _gated(self, write: Awaitable[Any]) -> dict[str, float]:
-        await self.worker._stand_still()
+        await self.worker._pause()
         begun_s = time.monotonic()
         await write
         written_s = time.monotonic()
-        await self.worker._reopen()
+        await self.worker._resume()
         assert self.worker.swap_s is not None
         return {"pause_ms": self.worker.swap_s * 1e3, "write_ms": (written_s - begun_s) * 1e3}
 
@@ -109,7 +108,7 @@ def _request(name: str, prompt: tuple[int, ...], max_tokens: int) -> Request:
     return Request(name, prompt, Sampling(max_tokens=max_tokens, ignore_eos=True, temperature=0.0))
 
 
-async def measure(engine: RolloutEngine, folders: list[Path], repeats: int) -> tuple[list[dict[str, Any]], Any]:
+async def measure(engine: RolloutEngineSettings, folders: list[Path], repeats: int) -> tuple[list[dict[str, Any]], Any]:
     process = EngineProcess(engine)
     try:
         bench = Bench(await process.start(), folders)
@@ -153,7 +152,7 @@ def row(method: str, found: list[dict[str, float]]) -> dict[str, Any]:
     return made
 
 
-async def answer(worker: VllmWorker) -> tuple[list[int], list[float]]:
+async def answer(worker: VllmEngine) -> tuple[list[int], list[float]]:
     tokens: list[int] = []
     logprobs: list[float] = []
     while worker.status().running:
@@ -164,12 +163,12 @@ async def answer(worker: VllmWorker) -> tuple[list[int], list[float]]:
     return tokens, logprobs
 
 
-async def cold(engine: RolloutEngine) -> tuple[list[int], list[float]]:
+async def cold(engine: RolloutEngineSettings) -> tuple[list[int], list[float]]:
     """What an engine says that was started with these weights."""
     process = EngineProcess(engine)
     try:
         worker = await process.start()
-        worker.wish(tokens=ALL, sequences=ALL, until_s=time.monotonic() + 120.0)
+        worker.write_control(tokens=ALL, sequences=ALL, until_s=time.monotonic() + 120.0)
         return await answer(worker)
     finally:
         await process.close()

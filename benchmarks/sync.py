@@ -34,13 +34,13 @@ COLUMNS = (
     "fetch_s", "decode_s", "kernel_s", "prepare_s", "pause_s", "bytes", "ratio_full_time", "ratio_full_joiner",
     "peak_extra_mb", "why",
 )  # fmt: skip
-SHAPED = ("tcp", "object")
+SHAPED = ("http", "object")
 EMPTY = dict.fromkeys(("total_s", "pause_s", "bytes", "ratio_full_time", "peak_extra_mb"))
 
 
 def main() -> int:
     parser = harness.parser(__doc__ or "")
-    parser.add_argument("--relays", nargs="+", choices=["tcp", "object", "filesystem", "mooncake"], help="only these")
+    parser.add_argument("--relays", nargs="+", choices=["http", "object", "filesystem", "mooncake"], help="only these")
     parser.add_argument("--parameters", type=int, help="this many in every setting, for a look")
     parser.add_argument("--limit-s", type=float, help="begin no setting after this (1080, or 240 with --quick)")
     arguments = parser.parse_args()

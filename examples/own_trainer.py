@@ -14,27 +14,22 @@ import sys
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rose.envs.base import Guarded
-from rose.envs.play import ChatFrame, Episode, TurnSampling, play
-from rose.envs.registry import make_environment
-from rose.models.folder import load_model_folder
-from rose.rollout.client import GatewayClient
-from rose.rollout.roles import token_for
-from rose.rollout.trainer_routes import BeginBody, FinishBody
-from rose.train.model import CausalModel
-from rose.weights.publish import Publisher
+import rose
+from rose.envs.environment import TimedEnvironment
+from rose.gateway.auth import token_for
+from rose.train.policy_model import CausalModel
 
 RUN, GROUPS, MEMBERS, ROWS = f"own-trainer-{os.getpid()}", 8, 8, 16
-RELAY = os.path.abspath("relay")  # a folder; tcp://host:port of `rose relay up` between machines
+RELAY = os.path.abspath("relay")  # a folder; http://host:port of `rose relay up` between machines
 
 
 async def play_member(client, frame, group, member):
     """All members of a group play the same map, each with its own dice; the gateway is told what came of it."""
-    name, sampling = f"{RUN}/{group}/{member}", TurnSampling(max_tokens=8, seed=1000 * group + member)
-    await client.begin(BeginBody(id=name, group=f"{RUN}/{group}", group_size=MEMBERS, seed=group))
-    lake = Guarded(lambda: make_environment("frozenlake"))
-    played = await play(Episode(name, str(group), group, sampling), lake, frame, client.trajectory(name))
-    await client.finish(name, FinishBody(reward=played.reward, is_success=played.is_success))
+    name, sampling = f"{RUN}/{group}/{member}", rose.TurnSampling(max_tokens=8, seed=1000 * group + member)
+    await client.begin(rose.BeginBody(id=name, group=f"{RUN}/{group}", group_size=MEMBERS, seed=group))
+    lake = TimedEnvironment(lambda: rose.make_environment("frozenlake"))
+    played = await rose.play(rose.Episode(name, str(group), group, sampling), lake, frame, client.trajectory(name))
+    await client.finish(name, rose.FinishBody(reward=played.reward, is_success=played.is_success))
 
 
 def learn(model, optimizer, groups):
@@ -58,11 +53,11 @@ def learn(model, optimizer, groups):
 
 async def main(model_folder, gateway="http://127.0.0.1:8002", relay=RELAY, steps=12):
     torch.set_num_threads(1)
-    folder, model = load_model_folder(model_folder), CausalModel.load(model_folder)
-    frame = ChatFrame(folder.tokenizer, folder.spec.eos_token_ids)
+    folder, model = rose.load_model_folder(model_folder), CausalModel.load(model_folder)
+    frame = rose.ChatFrame(folder.tokenizer, folder.spec.eos_token_ids)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    publisher, batch = Publisher(model.weights, relay, run=RUN, optimizer=optimizer), 0
-    async with GatewayClient(gateway, token_for("trainer", gateway)) as client:
+    publisher, batch = rose.Publisher(model.weights, relay, run=RUN, optimizer=optimizer), 0
+    async with rose.GatewayClient(gateway, token_for("trainer", gateway)) as client:
         for step in range(int(steps)):
             new = publisher.publish(step).result()
             await client.publish(new.label, relay=relay, run=RUN, hash=new.hash, wait_s=60)

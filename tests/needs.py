@@ -17,6 +17,7 @@ EXTRAS = {  # extras of pyproject.toml that targets install for tests, and the p
     "alfworld": ("alfworld", "textworld", "fast_downward"),
     "tensorboard": ("tensorboard",),
     "relay-tests": ("obstore", "moto", "mooncake"),
+    "deploy-tests": ("kubernetes_validate",),
 }
 
 

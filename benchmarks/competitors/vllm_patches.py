@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     load_checkpoint_weight_patches,
 )
 
-from rose.engines.vllm.weights import RoseWorker
+from rose.vllm.vllm_weights import RoseWorker
 
 
 class PatchingWorker(RoseWorker):

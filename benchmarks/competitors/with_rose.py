@@ -10,9 +10,9 @@ from lines import Work, serve
 from msgspec.structs import replace
 from numba import njit
 
-from rose.config.device import EngineSettings
+from rose.config.server_settings import EngineSettings
 from rose.engines.base import Budget, Request, Sampling
-from rose.engines.embedded import kernels
+from rose.engines.embedded import engine_kernels as kernels
 from rose.engines.embedded.engine import EmbeddedEngine
 from rose.engines.embedded.vector import call_at
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import harness
 
-from rose.engines.vllm.desk import Status
-from rose.load.statistics import paired_difference
+from coserving.pairing import paired_difference
+from rose.vllm.control_segment import Status
 
 COLUMNS = ("mode", "requests", "ttft_p99_ms", "tpot_p99_ms", "itl_p99_ms", "worst_minute_ttft_p99_ms", "attainment",
            "rollout_tok_s", "serving_time_share", "present_share", "lent_share", "no_waste", "breaches",

@@ -23,7 +23,7 @@ from coserving.options import GIVEN_MS, Load
 from coserving.sending import record_of
 from coserving.store import Row
 from coserving.traffic import at_rate, cut, sample, with_mix
-from rose.load.report import Budget, measure, seen
+from rose.load.load_report import LatencyBudget, measure, seen
 from rose.load.statistics import mean, percentile
 from rose.load.traces import Trace
 
@@ -111,13 +111,13 @@ def searched(attained: Callable[[float], float], low: float, high: float, steps:
     return low * (high / low) ** ((at_low - target) / (at_low - at_high))
 
 
-def attainment_of(rows: Sequence[Row], budget: Budget) -> float:
+def attainment_of(rows: Sequence[Row], budget: LatencyBudget) -> float:
     return mean(seen(measure([record_of(row) for row in rows], budget).attained))
 
 
 def budget_of(rows: Sequence[Row]) -> tuple[float, float]:
     """Twice the P99 of TTFT and TPOT, in milliseconds."""
-    measures = measure([record_of(row) for row in rows], Budget())
+    measures = measure([record_of(row) for row in rows], LatencyBudget())
     tails_s = [percentile(seen(values), 99) for values in (measures.ttft_s, measures.tpot_s)]
     return tuple(round(BUDGET_OVER_P99 * tail_s * 1000, 2) for tail_s in tails_s)  # type: ignore[return-value]
 
@@ -180,7 +180,7 @@ class Calibrator:
 
         def attained(rate_rps: float) -> float:
             trial = self._alone(cut(at_rate(self._trace, rate_rps), 0, count), self._seed)
-            found = attainment_of(trial.rows, Budget())
+            found = attainment_of(trial.rows, LatencyBudget())
             self._note("alone99", rate_rps=round(rate_rps, 3), requests=count, attainment=round(found, 4))
             return found
 

@@ -34,7 +34,7 @@ ROLLOUT = re.compile(r"lending to .* at (http://[^\s/]+)")
 STEP_SECONDS = "rose_step_seconds_total"
 BREACHES, TRIPS = "rose_slo_breaches_total", "rose_breaker_trips_total"
 LATE_TTFT, LATE_TPOT = (f'{BREACHES}{{kind="{kind}"}}' for kind in ("ttft", "tpot"))
-DOUBTFUL = "rose_slo_doubtful_total"
+AMBIGUOUS = f'{BREACHES}{{kind="ambiguous"}}'
 LENDING = "rose_lending"  # 1 while it is lent, 0 while the owner or the breaker stopped it
 LENT_TOKENS, EVICTED_TOKENS = "rose_rollout_tokens_total", "rose_rollout_evicted_tokens_total"
 UNDER_WAY = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -55,6 +55,8 @@ class Terms:
     def command(self) -> list[str]:
         lend = ["--lend", str(self.rollout), "--rollout-port", "0"] if self.rollout else []
         both = ["--lend-mode", self.mode, "--ttft-ms", f"{self.ttft_ms:g}", "--tpot-ms", f"{self.tpot_ms:g}"]
+        if self.mode == "paper":  # uses the whole budgets
+            both += ["--set", "lend.slack_share=1.0"]
         return [
             *[sys.executable, "-m", "rose", "serve"],
             *([str(self.serving), "--port", "0"] if self.serving else []),

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from coserving.pairing import PairedDifference, paired_difference
 from coserving.plan import ALONE
 from coserving.sending import record_of
 from coserving.store import Measured
+from rose.load.driver import Record
 from rose.load.harvest import Harvest
-from rose.load.records import Record
-from rose.load.report import Budget, measure, report_of
-from rose.load.statistics import Difference, paired_difference
+from rose.load.load_report import LatencyBudget, measure, report_of
 
 Pieces = Mapping[int, Measured]  # by segment
 Verdicts = dict[int, tuple[float, float]]  # request: (when it should have come, attained)
@@ -45,7 +45,7 @@ class Findings:
 
     modes: Mapping[str, Pieces]
     places: Sequence[Place]
-    budget: Budget
+    budget: LatencyBudget
 
     def records(self, mode: str) -> list[Record]:
         """In the order and the time of the whole run."""
@@ -91,7 +91,7 @@ def row_of(findings: Findings, mode: str) -> dict[str, Any]:
     if row["breaches"] is None:
         reasons["breaches"] = "no device here counts them" if mode == "halves" else "the device does not show them"
     row["late_requests"] = _total(pieces, lambda piece: piece.late_requests)
-    row["doubtful"] = _total(pieces, lambda piece: piece.doubtful)
+    row["ambiguous"] = _total(pieces, lambda piece: piece.ambiguous)
     row["breaker_trips"] = _total(pieces, lambda piece: piece.breaker_trips)
     row["is_lending_share"] = _average(pieces, lambda piece: piece.is_lending_share)
     row["lent_tok_s"] = _average(pieces, lambda piece: piece.lent_tok_s)
@@ -174,7 +174,7 @@ def pooled(first: Verdicts, second: Verdicts) -> Verdicts:
     return {index: (at_s, (value + second[index][1]) / 2) for index, (at_s, value) in first.items() if index in second}
 
 
-def difference(first: Verdicts, second: Verdicts) -> Difference:
+def difference(first: Verdicts, second: Verdicts) -> PairedDifference:
     """Of attainment, second less first, over the requests that both have."""
     both = sorted(first.keys() & second.keys())
     columns = (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from coserving.calibrate import Trial
 from coserving.devices import (
+    AMBIGUOUS,
     BREACHES,
-    DOUBTFUL,
     EVICTED_TOKENS,
     LATE_TPOT,
     LATE_TTFT,
@@ -136,7 +136,7 @@ class Stage:
             serving_cpu_s=account.engine_cpu_s,
             breaches=account.of(BREACHES),
             late_requests=account.sum_of(LATE_TTFT, LATE_TPOT),
-            doubtful=account.of(DOUBTFUL),
+            ambiguous=account.of(AMBIGUOUS),
             lent_tok_s=account.lent_tok_s,
             breaker_trips=account.of(TRIPS),
             is_lending_share=account.mean(LENDING),

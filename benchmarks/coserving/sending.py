@@ -24,10 +24,10 @@ from coserving.children import environment, loop_factory
 from coserving.options import CONTEXT_TOKENS
 from coserving.processes import Cores, CoreWatch, Shares
 from coserving.store import Row
-from rose.load.progress import Progress
-from rose.load.records import Outcome, Record
-from rose.load.report import Budget
-from rose.load.run import Plan, run_load
+from rose.load.driver import Record, RequestOutcome
+from rose.load.load_report import LatencyBudget
+from rose.load.load_run import LoadPlan, run_load
+from rose.load.terminal import LoadProgress
 from rose.load.traces import Trace, made_trace
 
 TIMEOUT_S = 60.0
@@ -83,7 +83,7 @@ def record_of(row: Row, *, offset_s: float = 0.0, first_index: int = 0) -> Recor
     record.ended_s = math.nan if row.ended_s is None else row.ended_s + offset_s
     record.token_s.extend(at_s + offset_s for at_s in row.token_s)
     record.tokens_counted = row.tokens_counted
-    record.outcome = Outcome(row.outcome)
+    record.outcome = RequestOutcome(row.outcome)
     record.detail, record.was_held = row.detail, row.was_held
     return record
 
@@ -107,9 +107,11 @@ def send(order: Order, folder: Path) -> Sent:
 async def _replay(order: Order) -> Sent:
     columns = (np.array(order.prompt_tokens), np.array(order.output_tokens))
     trace = made_trace("order", np.array(order.arrival_s, dtype=np.float64), *columns)
-    plan = Plan(order.url, context_tokens=CONTEXT_TOKENS, lengths="keep", timeout_s=order.timeout_s, seed=order.seed)
+    plan = LoadPlan(
+        order.url, context_tokens=CONTEXT_TOKENS, lengths="keep", timeout_s=order.timeout_s, seed=order.seed
+    )
     watch = CoreWatch(order.cores)
-    finished = await run_load(trace, plan, progress=Progress(Budget(), stream=io.StringIO()))
+    finished = await run_load(trace, plan, progress=LoadProgress(LatencyBudget(), stream=io.StringIO()))
     now_s = time.monotonic()
     shares = watch.shares()
     rows = [row_of(record) for record in finished.records]

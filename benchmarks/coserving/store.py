@@ -48,7 +48,7 @@ class Measured(msgspec.Struct):
     lent_tok_s: float | None = None  # by the device's account; the client counts whole turns
     breaker_trips: float | None = None
     late_requests: float | None = None  # that missed a deadline, and would not have without what was lent before
-    doubtful: float | None = None  # misses that what was lent in the same busy period may explain
+    ambiguous: float | None = None  # misses that what was lent in the same busy period may explain
     is_lending_share: float | None = None  # 1 if the device was lent at the beginning and in the end
     rollout_notes: dict[str, float] = {}
     cores: Shares | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.models.bits import to_bf16
+from rose.models.tensors import to_bf16
 
 CHUNK = 10_000_000
 WEIGHT_SCALE = np.float32(0.02)

@@ -18,10 +18,21 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from rose.front.loops import loop_factory
-from rose.rollout.messages import CONNECT_PATH, Beat, Cancel, Evict, Join, Piece, Tokens, Turn, Welcome, decode_to_agent
-from rose.rollout.outbox import Outbox
-from rose.rollout.runner import gather_s
+from rose.api.worker_messages import (
+    CONNECT_PATH,
+    CancelTurn,
+    EvictTurn,
+    Heartbeat,
+    Join,
+    SendQueue,
+    TokensAdded,
+    Turn,
+    TurnTokens,
+    Welcome,
+    decode_to_agent,
+)
+from rose.openai.loops import loop_factory
+from rose.worker.turn_executor import gather_s
 
 VERSION, TOKEN, LOGPROB = "0", 7, -0.5
 SEATS, KV_TOKENS, CONTEXT_TOKENS = 4096, 1 << 30, 4096
@@ -43,38 +54,38 @@ class Running:
     """One turn on the worker's side: its tokens come evenly over its time."""
 
     def __init__(self, turn: Turn, now_s: float) -> None:
-        self.ticket, self.began_s = turn.ticket, now_s
+        self.attempt_id, self.began_s = turn.attempt_id, now_s
         self.wanted = turn.request.sampling.max_tokens - len(turn.request.partial.token_ids)
         self.told = 0
 
-    def piece(self, count: int, finish: str | None = None) -> Piece:
+    def piece(self, count: int, finish: str | None = None) -> TurnTokens:
         cached = 0 if self.told == 0 else None
         self.told += count
-        return Piece(self.ticket, (TOKEN,) * count, (LOGPROB,) * count, VERSION, finish, cached)  # type: ignore[arg-type]
+        return TurnTokens(self.attempt_id, (TOKEN,) * count, (LOGPROB,) * count, VERSION, finish, cached)  # type: ignore[arg-type]
 
 
 class Worker:
-    def __init__(self, delay_s: float, say: Callable[[Tokens], None]) -> None:
+    def __init__(self, delay_s: float, say: Callable[[TokensAdded], None]) -> None:
         self._delay_s, self._say = delay_s, say
         self._turns: dict[int, Running] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
 
     def start(self, turn: Turn) -> None:
         loop = asyncio.get_running_loop()
-        self._turns[turn.ticket] = Running(turn, loop.time())
-        self._timers[turn.ticket] = loop.call_later(self._delay_s, self.end, turn.ticket, "length")
+        self._turns[turn.attempt_id] = Running(turn, loop.time())
+        self._timers[turn.attempt_id] = loop.call_later(self._delay_s, self.end, turn.attempt_id, "length")
 
-    def end(self, ticket: int, how: str) -> None:
-        turn = self._turns.pop(ticket, None)
+    def end(self, attempt_id: int, how: str) -> None:
+        turn = self._turns.pop(attempt_id, None)
         if turn is None:
             return
-        self._timers.pop(ticket).cancel()
+        self._timers.pop(attempt_id).cancel()
         left = turn.wanted - turn.told if how == "length" else 0
-        self._say(Tokens((turn.piece(left, how),)))
+        self._say(TokensAdded((turn.piece(left, how),)))
 
-    def forget(self, ticket: int) -> None:
-        if self._turns.pop(ticket, None) is not None:
-            self._timers.pop(ticket).cancel()
+    def forget(self, attempt_id: int) -> None:
+        if self._turns.pop(attempt_id, None) is not None:
+            self._timers.pop(attempt_id).cancel()
 
     async def tell_for_ever(self) -> None:
         while True:
@@ -87,7 +98,7 @@ class Worker:
                 and turn.told + due < turn.wanted
             ]
             if news:
-                self._say(Tokens(tuple(news)))
+                self._say(TokensAdded(tuple(news)))
 
     @property
     def running(self) -> int:
@@ -97,7 +108,7 @@ class Worker:
 async def work(gateway: str, model: str, delay_s: float, ready: Callable[[], None]) -> None:
     headers = {"Authorization": f"Bearer {os.environ['ROSE_WORKER_TOKEN']}"}
     async with aiohttp.ClientSession() as http, http.ws_connect(gateway + CONNECT_PATH, headers=headers) as connection:
-        outbox = Outbox(connection.send_bytes)
+        outbox = SendQueue(connection.send_bytes)
         worker = Worker(delay_s, outbox.put)
         outbox.put(Join("stub", "dedicated", model, VERSION, SEATS, KV_TOKENS, CONTEXT_TOKENS))
         await outbox.flush()
@@ -110,18 +121,18 @@ async def work(gateway: str, model: str, delay_s: float, ready: Callable[[], Non
                         ready()
                     case Turn():
                         worker.start(order)
-                    case Evict():
-                        worker.end(order.ticket, "abort")
-                    case Cancel():
-                        worker.forget(order.ticket)
+                    case EvictTurn():
+                        worker.end(order.attempt_id, "abort")
+                    case CancelTurn():
+                        worker.forget(order.attempt_id)
         for task in tasks:
             task.cancel()
 
 
-async def _beat(outbox: Outbox, worker: Worker, beat_s: float) -> None:
+async def _beat(outbox: SendQueue, worker: Worker, beat_s: float) -> None:
     while True:
         outbox.put(
-            Beat(
+            Heartbeat(
                 running=worker.running,
                 waiting=0,
                 kv_used_tokens=0,

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from living.scripts import Script
+from rose.api.requests import TurnSampling
+from rose.api.trajectories import BeginBody, FinishBody
+from rose.client import GatewayClient
 from rose.core.trajectory import Trajectory
-from rose.envs.play import TurnSampling
-from rose.rollout.client import GatewayClient
-from rose.rollout.trainer_routes import BeginBody, FinishBody
 
 GROUP_SIZE = 8
 VOCABULARY = 64  # ids below this are ordinary tokens of every preset

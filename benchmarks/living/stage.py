@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from rose.launch.placement import CONTROL_NICENESS, SERVING_NICENESS, TRAINER_NICENESS
-from rose.launch.processes import URL, Command, Died, Processes, roses
-from rose.launch.role_secrets import FOR_GATEWAY, FOR_LENDER, FOR_WORKER, make_tokens
-from rose.launch.traffic import TrafficPlan
-from rose.rollout.client import GatewayClient
+from rose.client import GatewayClient
+from rose.run.cpu_affinity import CONTROL_NICENESS, SERVING_NICENESS, TRAINER_NICENESS
+from rose.run.process_specs import FOR_GATEWAY, FOR_LENDER, FOR_WORKER, make_tokens
+from rose.run.processes import URL, Command, Died, Processes, roses
+from rose.run.serving_traffic import TrafficPlan
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 SERVING_CORE, OTHER_CORES = CORES[0], CORES[1:] or CORES
@@ -78,10 +78,10 @@ async def staged(terms: Terms, logs: Path, *, is_lent: bool) -> AsyncIterator[St
         arguments = roses("gateway", str(terms.rollout), "--port", "0", "--wait-s", str(WAIT_S), "--ledger", ledger)
         command = Command("gateway", arguments, CONTROL_NICENESS, OTHER_CORES, READY, secrets=FOR_GATEWAY)
         gateway = await processes.start(command)
-        stage.url = gateway.words["url"]
+        stage.url = gateway.captured["url"]
         serving = await processes.start(_serving(terms, stage.url if is_lent else None))
         await processes.start(_dedicated(terms, stage.url))
-        await processes.start(_traffic(terms, serving.words["url"]), stage.heard)
+        await processes.start(_traffic(terms, serving.captured["url"]), stage.heard)
         await _joined(stage, 2 if is_lent else 1)
         yield stage
     finally:
@@ -108,7 +108,7 @@ def _dedicated(terms: Terms, gateway_url: str) -> Command:
 
 def _traffic(terms: Terms, url: str) -> Command:
     plan = TrafficPlan(url, terms.traffic, terms.seed, 3600.0, terms.ttft_ms / 1000, terms.tpot_ms / 1000)
-    words = ("-m", "rose.launch.traffic")
+    words = ("-m", "rose.run.serving_traffic")
     on = {"on": r"(traffic is on)"}
     return Command("traffic", words, SERVING_NICENESS, OTHER_CORES, on, input=msgspec.json.encode(plan))
 

@@ -1,9 +1,7 @@
-"""The parts of benchmarks/schedule.py.
+"""The parts of benchmarks/schedule.py. The model itself is `rose.sim.batch_cluster`.
 
-trajectories  turns of agents: from recorded files or a generator, scaled, in groups of like lengths
-traffic       users' requests for the borrowed devices: from a recorded trace or a generator; the worst case
-lending       one borrowed device under the real rules of lending: what it lends when, and what its users notice
-worker        one rollout worker, in virtual time
-cluster       all workers under the real router, pacer and provisioner
-figures       from a run to a row
+trajectories  turns of agents: from recorded files or a generator, scaled, in groups of correlated lengths
+traffic       serving requests of the borrowed devices: from a recorded trace or a generator; the worst case
+baselines     routers that exist only to compare with
+figures       the rows of the table, and the lower bound
 """

@@ -1,4 +1,4 @@
-"""From a run to a row: the keys of the benchmark, and the bound that no schedule can beat."""
+"""Figures of a run: the keys of a row, and the lower bound of the completion time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import Any
 
 from rose.core.facts import StepFeatures
 from rose.engines.profiles import StepProfile
-from scheduling.cluster import Result
-from scheduling.lending import Timeline
-from scheduling.trajectories import Trajectory
-
-STEP_TOKENS = 512
+from rose.sim.batch_cluster import BatchResult, PlannedTrajectory, PlannedTurn
+from rose.sim.lent_timeline import STEP_TOKENS, LentTimeline
 
 
-def row_of(result: Result, bound_s: float) -> dict[str, Any]:
+def row_of(result: BatchResult, bound_s: float) -> dict[str, Any]:
     turns = sorted(result.turn_s)
     return {
         "completion_s": round(result.completion_s, 1),
@@ -30,16 +27,16 @@ def row_of(result: Result, bound_s: float) -> dict[str, Any]:
 
 
 def lower_bound_s(
-    profile: StepProfile, dedicated: int, timelines: Sequence[Timeline], trajectories: Sequence[Trajectory]
+    profile: StepProfile, dedicated: int, timelines: Sequence[LentTimeline], trajectories: Sequence[PlannedTrajectory]
 ) -> float:
-    """The longest trajectory alone on a dedicated worker, or all work over all usable capacity."""
+    """Return the larger of the longest trajectory alone and all work over all usable capacity."""
     longest_s = max(_alone_s(profile, turns) for turns in {trajectory.turns for trajectory in trajectories})
     work_s = sum(_work_s(profile, trajectory) for trajectory in trajectories)
     capacity = dedicated + sum(timeline.lent_s / timeline.span_s for timeline in timelines)
     return max(longest_s, work_s / capacity)
 
 
-def _alone_s(profile: StepProfile, turns: tuple[Any, ...]) -> float:
+def _alone_s(profile: StepProfile, turns: tuple[PlannedTurn, ...]) -> float:
     total_s, known = 0.0, 0
     for number, turn in enumerate(turns):
         new = max(1, turn.prompt_tokens - known)
@@ -51,8 +48,8 @@ def _alone_s(profile: StepProfile, turns: tuple[Any, ...]) -> float:
     return total_s
 
 
-def _work_s(profile: StepProfile, trajectory: Trajectory) -> float:
-    """Seconds of a worker that does nothing twice, in full batches, with memory for all that live."""
+def _work_s(profile: StepProfile, trajectory: PlannedTrajectory) -> float:
+    """Return the seconds of a worker that computes nothing twice, in full batches and with enough memory."""
     kv_tokens, total_s, known = profile.kv_memory_bytes // profile.kv_bytes_per_token, 0.0, 0
     for turn in trajectory.turns:
         context = turn.prompt_tokens + turn.output_tokens // 2

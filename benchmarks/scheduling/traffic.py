@@ -1,4 +1,4 @@
-"""Users' requests on the borrowed devices: each device its own piece of a trace, at a share of what it can serve."""
+"""Serving requests of the borrowed devices: each device replays its own part of a trace, at a share of its capacity."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose.sim.shapes import Arrival
+
 TRACE = "azure2023_conv"
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    at_s: float
-    prompt_tokens: int
-    output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Trace:
+    """Requests of one device, recorded or generated; `what` names their origin."""
+
     what: str
     requests: tuple[Arrival, ...]
 
@@ -32,16 +29,16 @@ class Trace:
         return len(self.requests) / self.span_s
 
     def piece(self, start_s: float, until_s: float, rate: float) -> list[Arrival]:
-        """From `start_s` of the trace on, around its end, at `rate` times its own pace."""
-        found: list[Arrival] = []
+        """Return requests from `start_s` of the trace on, in a loop, at `rate` times its speed."""
+        requests: list[Arrival] = []
         first = next((i for i, request in enumerate(self.requests) if request.at_s >= start_s % self.span_s), 0)
         begin_s, rounds = self.requests[first].at_s, 0
         while True:
             for request in self.requests[first:]:
                 at_s = (request.at_s - begin_s + rounds * self.span_s) / rate
                 if at_s >= until_s:
-                    return found
-                found.append(Arrival(at_s, request.prompt_tokens, request.output_tokens))
+                    return requests
+                requests.append(Arrival(at_s, request.prompt_tokens, request.output_tokens))
             first, rounds = 0, rounds + 1
 
 
@@ -58,19 +55,19 @@ def load(folder: Path | None, seed: int) -> Trace:
 
 
 def _generated(seed: int) -> list[Arrival]:
-    """Chat: arrivals a little more bursty than chance, prompts of a thousand tokens, answers of a hundred and more."""
-    chance, now_s, made = random.Random(f"traffic {seed}"), 0.0, []
+    """Return chat traffic: arrivals burstier than Poisson, prompts of about 1,000 tokens, answers of 100 and more."""
+    chance, now_s, requests = random.Random(f"traffic {seed}"), 0.0, []
     while now_s < 3600:
         now_s += chance.gammavariate(0.7, 1 / 0.7 / 5.5)
         prompt = min(8000, int(chance.lognormvariate(6.8, 0.7)))
-        made.append(Arrival(now_s, max(1, prompt), max(1, min(1000, int(chance.lognormvariate(4.9, 0.9))))))
-    return made
+        requests.append(Arrival(now_s, max(1, prompt), max(1, min(1000, int(chance.lognormvariate(4.9, 0.9))))))
+    return requests
 
 
 def spiked(
     trace: Trace, device: int, until_s: float, rate: float, spike: tuple[float, float, float] | None
 ) -> list[Arrival]:
-    """One device's requests; with a spike (begin, end, rate) they come at that rate meanwhile."""
+    """Return the requests of one device. A spike (begin, end, rate) replaces those between its ends."""
     start_s = device * trace.span_s / 17
     calm = trace.piece(start_s, until_s, rate)
     if spike is None:

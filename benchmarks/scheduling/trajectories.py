@@ -1,8 +1,8 @@
-"""Turns of agents. Recorded ones are drawn with replacement; lengths are scaled by one factor, environments are not.
+"""Trajectories of agents, recorded or generated. One factor scales all lengths; environment times stay as recorded.
 
-A group is one task, played several times. Siblings get lengths that correlate: each trajectory is drawn by a rank, and
-the ranks of a group come from normal variables that share a part (a Gaussian copula over the recorded trajectories,
-sorted by the tokens they generate).
+A group is one task with several trajectories, and their lengths correlate. Each trajectory is drawn with replacement by
+its rank in the recorded ones, sorted by output tokens. The ranks of a group come from a Gaussian copula whose
+correlation is `likeness`.
 """
 
 from __future__ import annotations
@@ -15,35 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
+from rose.sim.batch_cluster import PlannedTrajectory, PlannedTurn
+
 FILES = ("swerebench_claudecode_glm47flash", "swebench_claudecode_deepseek_kimi")
 PROMPT_P99_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    prompt_tokens: int
-    output_tokens: int
-    env_s: float  # after it, before the next
-
-
-@dataclass(frozen=True, slots=True)
-class Trajectory:
-    name: str
-    group: str
-    turns: tuple[Turn, ...]
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(turn.output_tokens for turn in self.turns)
-
-
-@dataclass(frozen=True, slots=True)
 class Source:
-    """`what` says where the trajectories come from; `factor` how their lengths were scaled."""
+    """Trajectories to draw from. `what` names their origin, `factor` how their lengths were scaled."""
 
     what: str
     factor: float
-    played: tuple[tuple[Turn, ...], ...]  # the shortest first
+    played: tuple[tuple[PlannedTurn, ...], ...]  # sorted by output tokens
 
 
 def load(name: str, folder: Path | None, seed: int) -> Source:
@@ -53,30 +37,30 @@ def load(name: str, folder: Path | None, seed: int) -> Source:
     return _scaled("generated: the recorded trajectories are not here (--data)", _generated(seed))
 
 
-def _read(path: Path) -> list[list[Turn]]:
-    found: dict[str, list[Turn]] = {}
+def _read(path: Path) -> list[list[PlannedTurn]]:
+    by_trajectory: dict[str, list[PlannedTurn]] = {}
     with gzip.open(path, "rt", newline="") as file:
         for row in csv.DictReader(file):
-            turn = Turn(int(row["prompt_tokens"]), max(1, int(row["output_tokens"])), float(row["env_s"] or 0.0))
-            found.setdefault(row["traj"], []).append(turn)
-    return list(found.values())
+            turn = PlannedTurn(int(row["prompt_tokens"]), max(1, int(row["output_tokens"])), float(row["env_s"] or 0.0))
+            by_trajectory.setdefault(row["traj"], []).append(turn)
+    return list(by_trajectory.values())
 
 
-def _generated(seed: int) -> list[list[Turn]]:
-    """Like the recorded ones at a glance: about 50 turns, prompts that grow, short answers, two kinds of tools."""
-    chance, made = random.Random(f"trajectories {seed}"), []
+def _generated(seed: int) -> list[list[PlannedTurn]]:
+    """Return trajectories of about 50 turns with growing prompts, short answers and two kinds of tools."""
+    chance, generated = random.Random(f"trajectories {seed}"), []
     for _ in range(120):
         prompt, turns = chance.randint(12_000, 20_000), []
         for _ in range(max(2, min(150, int(chance.lognormvariate(3.75, 0.6))))):
             answer = max(8, min(9000, int(chance.lognormvariate(4.9, 1.0))))
             env_s = chance.uniform(0.01, 0.1) if chance.random() < 0.6 else chance.lognormvariate(1.8, 0.7)
-            turns.append(Turn(prompt, answer, env_s))
+            turns.append(PlannedTurn(prompt, answer, env_s))
             prompt += answer + int(chance.lognormvariate(6.0, 0.9))
-        made.append(turns)
-    return made
+        generated.append(turns)
+    return generated
 
 
-def _scaled(what: str, played: list[list[Turn]]) -> Source:
+def _scaled(what: str, played: list[list[PlannedTurn]]) -> Source:
     prompts = sorted(turn.prompt_tokens for turns in played for turn in turns)
     factor = PROMPT_P99_TOKENS / prompts[math.ceil(0.99 * len(prompts)) - 1]
     scaled = [tuple(_fit(turn, factor) for turn in turns) for turns in played]
@@ -84,14 +68,14 @@ def _scaled(what: str, played: list[list[Turn]]) -> Source:
     return Source(what, factor, tuple(scaled))
 
 
-def _fit(turn: Turn, factor: float) -> Turn:
-    """No turn is longer than the context."""
+def _fit(turn: PlannedTurn, factor: float) -> PlannedTurn:
+    """Scale one turn, and keep it within the context length."""
     output = max(1, round(turn.output_tokens * factor))
     prompt = min(max(1, round(turn.prompt_tokens * factor)), PROMPT_P99_TOKENS - output)
-    return Turn(prompt, output, turn.env_s)
+    return PlannedTurn(prompt, output, turn.env_s)
 
 
-def draw(source: Source, groups: int, size: int, likeness: float, seed: int) -> list[Trajectory]:
+def draw(source: Source, groups: int, size: int, likeness: float, seed: int) -> list[PlannedTrajectory]:
     chance, normal = random.Random(f"draw {seed}"), NormalDist()
     drawn = []
     for group in range(groups):
@@ -99,5 +83,5 @@ def draw(source: Source, groups: int, size: int, likeness: float, seed: int) -> 
         for member in range(size):
             place = normal.cdf(math.sqrt(likeness) * shared + math.sqrt(1 - likeness) * chance.gauss(0, 1))
             turns = source.played[min(len(source.played) - 1, int(place * len(source.played)))]
-            drawn.append(Trajectory(f"{group}-{member}", str(group), turns))
+            drawn.append(PlannedTrajectory(f"{group}-{member}", str(group), turns))
     return drawn

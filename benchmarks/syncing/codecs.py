@@ -8,8 +8,27 @@ import numpy as np
 from deltas.baselines import Coo
 from numpy.typing import NDArray
 
-from rose.weights.coding import Codec, PlainCodec, SparseCodec
-from rose.weights.publish import PIECE_ELEMENTS_MAX
+from rose.errors import RequestRefused
+from rose.weights.coding import Codec, SparseCodec
+from rose.weights.publish import CHUNK_ELEMENTS_MAX
+
+
+class PlainCodec:
+    """Every number as it is, changed or not: the baseline of the others."""
+
+    name = "plain-1"
+
+    def encode(self, base: NDArray[Any], new: NDArray[Any], dtype: str) -> bytes:
+        return self.encode_full(new, dtype)
+
+    def encode_full(self, new: NDArray[Any], dtype: str) -> bytes:
+        return new.astype(new.dtype.newbyteorder("<"), copy=False).tobytes()
+
+    def apply(self, payload: Any, destination: NDArray[Any]) -> None:
+        little = destination.dtype.newbyteorder("<")
+        if len(payload) != destination.nbytes:
+            raise RequestRefused(f"a plain payload of {len(payload)} bytes for {destination.nbytes} bytes of weights")
+        destination.reshape(-1)[:] = np.frombuffer(payload, dtype=little)
 
 
 class CooCodec(PlainCodec):
@@ -37,7 +56,7 @@ class CooCodec(PlainCodec):
     def _split(self, body: bytes) -> list[NDArray[Any]]:
         return self._scratch(0).streams.split(body, np.int32, np.uint16)
 
-    def _scratch(self, elements: int = PIECE_ELEMENTS_MAX) -> Coo:
+    def _scratch(self, elements: int = CHUNK_ELEMENTS_MAX) -> Coo:
         if self._coo is None:
             self._coo = Coo(elements, None)
         return self._coo

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from deltas.updates import synthetic
 
-from rose.weights.codec import kernels
+from rose.weights.codec import codec_kernels as kernels
 from rose.weights.publish import Publisher
 from rose.weights.receive import Received, Receiver
-from rose.weights.relay.opening import Access, open_relay
+from rose.weights.relay.opening import RelayAccess, open_relay
 from syncing.codecs import codec_of
 from syncing.links import Throttled
 from syncing.stores import SECRET
@@ -74,7 +74,7 @@ class Memory:
 
 def relay_of(command: dict[str, Any]) -> Any:
     options = tuple(command.get("object_options", {}).items())
-    return open_relay(command["address"], Access(secret=SECRET.encode(), object_options=options))
+    return open_relay(command["address"], RelayAccess(secret=SECRET.encode(), object_options=options))
 
 
 class PublishEnd:

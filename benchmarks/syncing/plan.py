@@ -29,16 +29,16 @@ class Setting:
 def settings(quick: bool) -> list[Setting]:
     if quick:
         return [
-            Setting("tcp", LARGE, 1, LINKS_MBIT_S, 2, late_joiner=True, slow_full=True),
+            Setting("http", LARGE, 1, LINKS_MBIT_S, 2, late_joiner=True, slow_full=True),
             Setting("filesystem", SMALL, 1, (None,), 1),
             Setting("mooncake", SMALL, 1, (None,), 1),
             Setting("object", SMALL, 1, (None, 2000), 1),
-            Setting("tcp", SMALL, 8, (None,), 1),
+            Setting("http", SMALL, 8, (None,), 1),
         ]
     return [
-        Setting("tcp", LARGE, 1, LINKS_MBIT_S, 5, late_joiner=True, slow_full=True),
-        Setting("tcp", LARGE, 2, LINKS_MBIT_S, 3),
-        Setting("tcp", SMALL, 8, LINKS_MBIT_S, 3),
+        Setting("http", LARGE, 1, LINKS_MBIT_S, 5, late_joiner=True, slow_full=True),
+        Setting("http", LARGE, 2, LINKS_MBIT_S, 3),
+        Setting("http", SMALL, 8, LINKS_MBIT_S, 3),
         Setting("object", LARGE, 1, LINKS_MBIT_S, 3),
         Setting("filesystem", LARGE, 1, (None,), 5, late_joiner=True),
         Setting("filesystem", LARGE, 2, (None,), 3),
@@ -70,7 +70,7 @@ def joiners(setting: Setting, method: str, mbit_s: int | None) -> int:
 def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     def one(method: str, mbit_s: int | None) -> dict[str, Any]:
         found = [row for row in rows if (row["case"], row["relay"], row["method"], row["link_mbit_s"], row["receivers"])
-                 == ("step", "tcp", method, mbit_s, 1)]  # fmt: skip
+                 == ("step", "http", method, mbit_s, 1)]  # fmt: skip
         return found[0] if found else {}
 
     ours = [row for row in rows if row["case"] == "step" and row["method"] == "ours" and row["total_s"] is not None]

@@ -29,12 +29,12 @@ def store(kind: str, link: Link) -> Iterator[dict[str, Any]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rose-sync-")))
         if kind == "filesystem":
             yield {"address": str(folder / "relay")}
-        elif kind == "tcp":
-            yield {"address": stack.enter_context(_tcp(folder, link))}
+        elif kind == "http":
+            yield {"address": stack.enter_context(_http(folder, link))}
         elif kind == "object":
             yield stack.enter_context(_object(link))
         else:
-            from rose.weights.relay.mooncake_up import MooncakeCluster
+            from rose.weights.relay.mooncake import MooncakeCluster
 
             cluster = stack.enter_context(MooncakeCluster(holders=1, holder_bytes=3 << 30, log_folder=folder))
             yield {"address": f"mooncake://{cluster.address}"}
@@ -48,13 +48,13 @@ def missing(kind: str) -> str:
 
 
 @contextlib.contextmanager
-def _tcp(folder: Path, link: Link) -> Iterator[str]:
+def _http(folder: Path, link: Link) -> Iterator[str]:
     (folder / "secret").write_text(SECRET)
-    command = [sys.executable, "-m", "rose.weights.relay.server", str(folder / "relay")]
+    command = [sys.executable, "-m", "rose", "relay", "up", "--folder", str(folder / "relay")]
     command += ["--secret-file", str(folder / "secret"), "--listen", f"{link.trainer_address}:0"]
     with _process(link.inside(TRAINER, command), stdout=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()
-        yield "tcp://" + line.split("listening on ")[1].split(",")[0]
+        yield line.split(" at ")[1].split(";")[0]
 
 
 @contextlib.contextmanager

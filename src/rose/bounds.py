@@ -46,4 +46,4 @@ TokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=TOKENS_MAX)]
 LogProbabilities = Annotated[tuple[LogProbability, ...], Meta(max_length=TOKENS_MAX)]
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
-"""What a decoder raises for hostile bytes: text that is not UTF-8 (a ValueError) and deep nesting have their own."""
+"""The exceptions of a decoder for hostile bytes. Text that is not UTF-8 and deep nesting raise their own."""

@@ -1,14 +1,12 @@
 """Real and virtual time behind one interface.
 
-A shell that waits is given a `Clock` and asks nobody else for the time. `RealClock` is the machine's monotonic
-clock, which on Linux all processes share, so two processes of a device can compare their stamps. `VirtualClock`
-stands still until `run_virtual` moves it: an asyncio loop that never waits, but jumps to the next timer as soon as
-nothing is ready. A day of traffic then takes as long as its computation, and the same coroutine takes the same
-turns every time.
+Code that waits gets a `Clock` and takes the time from nowhere else. `RealClock` is the machine's monotonic clock, which
+all processes share on Linux, so two processes of a device can compare their times. `VirtualClock` moves only under
+`run_virtual`: an asyncio loop that never waits, but jumps to the next timer when nothing is ready. A day of traffic
+takes as long as its computation, and the same coroutine takes the same steps every time.
 
-Real input and output have no place under virtual time: a socket or thread that would wake the loop is never looked
-at. When nothing is ready and no timer is set, nothing can ever happen again; that is `Deadlock`, and it names who
-waits.
+Real input and output do not work under virtual time: a socket or thread that would wake the loop is ignored. If
+nothing is ready and no timer is set, `Deadlock` names the waiting tasks.
 """
 
 from __future__ import annotations
@@ -27,11 +25,13 @@ Result = TypeVar("Result")
 
 
 class Clock(Protocol):
+    """A source of time."""
+
     def now_s(self) -> float:
-        """Seconds since some fixed moment; never goes back."""
+        """Return the seconds since a fixed moment; never goes back."""
 
     async def sleep_s(self, seconds: float) -> None:
-        """Let others run for at least this long."""
+        """Suspend the task for at least this long."""
 
 
 class RealClock:
@@ -64,24 +64,28 @@ class VirtualClock:
 
 
 class Deadlock(RuntimeError):
-    """Under virtual time nothing is ready and no timer is set."""
+    """A state of virtual time in which nothing is ready and no timer is set."""
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, Result], clock: VirtualClock) -> Result:
-    """Run to the end in virtual time. What it left running is cancelled, as `asyncio.run` does."""
+    """Run a coroutine to its end in virtual time, and cancel the tasks that it left, as `asyncio.run` does."""
     loop = _VirtualLoop(clock)
     try:
         return loop.run_until_complete(coroutine)
     finally:
         try:
-            _cancel_all(loop)
+            tasks = _tasks_in_order(loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                loop.run_until_complete(asyncio.wait(tasks))
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
             loop.close()
 
 
 class _VirtualLoop(asyncio.SelectorEventLoop):
-    """Keeps its own heap of timers, so that time jumps exactly to the next one that was not cancelled."""
+    """An event loop with its own heap of timers, so that time jumps exactly to the next active one."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
@@ -91,8 +95,8 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         now_s = self.clock.now_s()
-        # asyncio runs what is due before time() plus this. One unit in the last place is exactly "now or earlier":
-        # its own constant runs timers early near zero, and after some weeks is too small to reach any.
+        # asyncio runs timers that are due before time() plus this. One unit in the last place means "now or earlier":
+        # asyncio's constant runs timers early near zero, and after some weeks it is too small to reach any.
         self._clock_resolution = math.ulp(now_s)
         return now_s
 
@@ -104,20 +108,24 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         return handle
 
     def jump(self) -> None:
-        """To the next timer; called when nothing is ready."""
+        """Move the time to the next timer; called when nothing is ready."""
         while self._timers and (self._timers[0][2].cancelled() or self._timers[0][0] <= self.time()):
             heapq.heappop(self._timers)
         if self._timers:
             self.clock.advance_to(self._timers[0][0])
 
     def deadlock(self) -> Deadlock:
-        waiting = [f"  {_described(task)}" for task in _tasks_in_order(self)]
-        head = f"virtual time stands still at {self.time()} s: nothing is ready and no timer is set; waiting:"
-        return Deadlock("\n".join([head, *waiting]))
+        lines = [f"virtual time stands still at {self.time()} s: nothing is ready and no timer is set; waiting:"]
+        for task in _tasks_in_order(self):
+            coroutine = task.get_coro()
+            places = [f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in task.get_stack(limit=1)]
+            name = getattr(coroutine, "__qualname__", coroutine)
+            lines.append(f"  {task.get_name()}: {name} {' '.join(places)}")
+        return Deadlock("\n".join(lines))
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Never waits. A positive timeout means that only timers are left, None that not even those are."""
+    """A selector that never waits. A positive timeout means that only timers are left, None that nothing is."""
 
     def __init__(self, loop: _VirtualLoop) -> None:
         super().__init__()
@@ -134,17 +142,3 @@ class _JumpingSelector(selectors.SelectSelector):
 def _tasks_in_order(loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[Any]]:
     # all_tasks is a set; default names end in a counter, so by length and text they are in order of creation.
     return sorted(asyncio.all_tasks(loop), key=lambda task: (len(task.get_name()), task.get_name()))
-
-
-def _described(task: asyncio.Task[Any]) -> str:
-    coroutine = task.get_coro()
-    places = [f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in task.get_stack(limit=1)]
-    return f"{task.get_name()}: {getattr(coroutine, '__qualname__', coroutine)} {' '.join(places)}"
-
-
-def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    tasks = _tasks_in_order(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.wait(tasks))

@@ -1,11 +1,12 @@
-"""Every error ROSE raises on purpose says what happened and what to do about it.
+"""The error tree. Every error that ROSE raises on purpose says what happened and what to do about it.
 
     RoseError
     ├── ConfigError      bad input at start-up: settings, flags, model folders, devices
     │   └── ModelError   a model folder that cannot be used; names the file
-    ├── RequestRefused   one request cannot be taken; the others go on
+    ├── RequestRefused   one request cannot be accepted; the others continue
     │   ├── ContextTooLong
-    │   └── QueueFull    carries retry_after_s
+    │   ├── QueueFull    carries retry_after_s
+    │   └── VersionUnavailable  carries the newest version of the weights
     ├── Unavailable      the world failed: a process, a peer, a disk; carries retry_after_s
     └── JournalCorrupt   a journal line that cannot be read back
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 
 class RoseError(Exception):
-    """What happened, and optionally what to try; `str()` shows both."""
+    """An error with what happened and, optionally, what to try; `str()` shows both."""
 
     exit_code = 1
 
@@ -42,7 +43,7 @@ class ModelError(ConfigError):
 
 
 class RequestRefused(RoseError):
-    """The caller's request is at fault; nothing else is affected."""
+    """A fault of one request; no other is affected."""
 
 
 class ContextTooLong(RequestRefused):
@@ -53,6 +54,14 @@ class QueueFull(RequestRefused):
     def __init__(self, what: str, *, retry_after_s: float = 1.0, hint: str | None = None) -> None:
         super().__init__(what, hint=hint)
         self.retry_after_s = retry_after_s
+
+
+class VersionUnavailable(RequestRefused):
+    """No engine runs the weights that a request demands; `newest` is the newest version that one could demand."""
+
+    def __init__(self, what: str, *, newest: str = "", hint: str | None = None) -> None:
+        super().__init__(what, hint=hint)
+        self.newest = newest
 
 
 class Unavailable(RoseError):

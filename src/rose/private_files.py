@@ -1,14 +1,17 @@
-"""Files that only their user may read: tokens, secrets, service registry entries.
+"""Secrets on this machine: files that only their user may read, and environments without secrets.
 
 The file mode is set when the file is created, never afterwards, so no other user can open it in between. The content is
 written to a temporary file, synced and renamed, so a reader sees the old or the new content, and a crash leaves one of
-the two.
+the two. Every process of the same user can read an environment in /proc, so a process passes on to its children only
+the secrets that their role needs.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,3 +67,15 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+_SECRET = re.compile(r"(ROSE|RAY)_\w*(TOKENS?|SECRETS?|KEYS?|PASSWORD)(_FILE|_PATH)?")
+
+
+def is_secret(variable: str) -> bool:
+    """Return whether a variable of this name holds, or names the file of, a token, a secret or a key."""
+    return _SECRET.fullmatch(variable) is not None
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    return {variable: value for variable, value in environment.items() if not is_secret(variable)}

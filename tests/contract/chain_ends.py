@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from rose.core.versions import VersionId
-from rose.weights.chain import Patience
+from rose.weights.chain import RetryPolicy
 from rose.weights.coding import BITS, Codec
 from rose.weights.layouts import local_shapes, whole
 from rose.weights.manifest import Manifest
 from rose.weights.reading import ChainReader
-from rose.weights.relay.base import Relay
-from rose.weights.relay.memory import MemoryRelay
-from rose.weights.shadow import Shadow
-from rose.weights.shards import Holdings, Layout, Tensor, plan
-from rose.weights.writing import ChainWriter, Draft, Encoded, encode_piece
+from rose.weights.relay.memory_relay import MemoryRelay
+from rose.weights.relay.relay_base import Relay
+from rose.weights.shards import Layout, Placements, Tensor, plan
+from rose.weights.weight_buffers import StagingCopy
+from rose.weights.writing import ChainWriter, Draft, Encoded, encode_chunk
 
 SECRET = b"the secret of a run in a test"
 RUN = "run-1"
 TENSORS = [Tensor("embed", (11, 6)), Tensor("up", (9, 6), "F32"), Tensor("norm", (6,), "F16")]
-QUICK = Patience(limit_s=2.0, first_wait_s=0.0, wait_s_max=0.0)
+QUICK = RetryPolicy(limit_s=2.0, first_wait_s=0.0, wait_s_max=0.0)
 
 Weights = dict[str, np.ndarray]
 
@@ -41,14 +41,18 @@ def stepped(weights: Weights, seed: int, share: float = 0.3) -> Weights:
     }
 
 
-def shard(weights: Weights, holdings: Holdings) -> Weights:
+def shard(weights: Weights, placements: Placements) -> Weights:
     """A rank's local tensors, filled from whole ones; padding is zero."""
     dtypes = {name: array.dtype for name, array in weights.items()}
-    shapes = local_shapes(holdings)
-    arrays = {held.local: np.zeros(shapes[held.local], dtypes[held.box.tensor]) for held in holdings}
-    for held in holdings:
-        box = held.box
-        held.view(arrays[held.local])[...] = weights[box.tensor][tuple(map(slice, box.start, box.stop))]
+    shapes = local_shapes(placements)
+    arrays = {
+        placement.local: np.zeros(shapes[placement.local], dtypes[placement.region.tensor]) for placement in placements
+    }
+    for placement in placements:
+        region = placement.region
+        placement.view(arrays[placement.local])[...] = weights[region.tensor][
+            tuple(map(slice, region.start, region.stop))
+        ]
     return arrays
 
 
@@ -68,18 +72,16 @@ class Trainer:
         workers: Sequence[Layout] = (),
         rank: int = 0,
         codec: Codec | None = None,
-        patience: Patience = QUICK,
-        piece_elements_max: int = 40,
+        retry: RetryPolicy = QUICK,
+        chunk_elements_max: int = 40,
         epoch: int | None = None,
         at_least: int = 1,
     ) -> None:
         layout = layout or [whole(tensors)]
-        self.plan = plan(tensors, layout, workers, piece_elements_max=piece_elements_max)
+        self.plan = plan(tensors, layout, workers, chunk_elements_max=chunk_elements_max)
         self.dtypes = {tensor.name: tensor.dtype for tensor in tensors}
         self.layout, self.rank = layout, rank
-        self.writer = ChainWriter(
-            relay, run=RUN, secret=SECRET, tensors=tensors, codec=codec, rank=rank, patience=patience
-        )
+        self.writer = ChainWriter(relay, run=RUN, secret=SECRET, tensors=tensors, codec=codec, rank=rank, retry=retry)
         self.base: dict = {}
         self.hashes: dict = {}
         self.is_broken = False  # a publication failed halfway: the next must be an anchor
@@ -88,35 +90,35 @@ class Trainer:
         else:
             self.writer.join(epoch)
 
-    def pieces(self, local: Weights):
-        """This rank's pieces of its local tensors, each in one block of memory."""
-        for box in self.plan.pieces_of(self.rank):
-            held = next(held for held in self.layout[self.rank] if box.is_within(held.box))
-            yield box, np.ascontiguousarray(held.view(local[held.local], box))
+    def chunks(self, local: Weights):
+        """This rank's chunks of its local tensors, each in one block of memory."""
+        for region in self.plan.chunks_of(self.rank):
+            placement = next(placement for placement in self.layout[self.rank] if region.is_within(placement.region))
+            yield region, np.ascontiguousarray(placement.view(local[placement.local], region))
 
-    def push(self, version: int, local: Weights, *, anchor: bool, bucket_pieces: int = 3) -> Draft:
+    def push(self, version: int, local: Weights, *, anchor: bool, bucket_chunks: int = 3) -> Draft:
         """Encode and push everything of this rank; the draft is returned uncommitted."""
         base = None if anchor or self.is_broken else self.writer.newest
         draft = self.writer.begin(version, base)
         self.is_broken = True
         try:
-            self._push_all(draft, base, local, bucket_pieces)
+            self._push_all(draft, base, local, bucket_chunks)
         except BaseException:
             draft.abandon()
             raise
         return draft
 
-    def _push_all(self, draft: Draft, base: VersionId | None, local: Weights, bucket_pieces: int) -> None:
+    def _push_all(self, draft: Draft, base: VersionId | None, local: Weights, bucket_chunks: int) -> None:
         bucket: list[Encoded] = []
-        for box, new in self.pieces(local):
-            dtype = self.dtypes[box.tensor]
+        for region, new in self.chunks(local):
+            dtype = self.dtypes[region.tensor]
             if base is None:
-                encoded = encode_piece(self.writer.codec, box, dtype, new)
+                encoded = encode_chunk(self.writer.codec, region, dtype, new)
             else:
-                encoded = encode_piece(self.writer.codec, box, dtype, new, self.base[box], self.hashes[box])
-            self.base[box], self.hashes[box] = new.copy(), encoded.content_hash
+                encoded = encode_chunk(self.writer.codec, region, dtype, new, self.base[region], self.hashes[region])
+            self.base[region], self.hashes[region] = new.copy(), encoded.content_hash
             bucket.append(encoded)
-            if len(bucket) == bucket_pieces:
+            if len(bucket) == bucket_chunks:
                 draft.push(bucket)
                 bucket = []
         draft.push(bucket)
@@ -131,34 +133,34 @@ class Trainer:
         """An anchor of what was published last, from the copy."""
         assert self.writer.newest is not None and not self.is_broken
         draft = self.writer.begin(self.writer.newest.version, None)
-        draft.push([encode_piece(self.writer.codec, b, self.dtypes[b.tensor], a) for b, a in self.base.items()])
+        draft.push([encode_chunk(self.writer.codec, b, self.dtypes[b.tensor], a) for b, a in self.base.items()])
         return draft.commit()
 
 
 class Member:
-    """One rank of a worker: a shadow and a reader."""
+    """One rank of a worker: a staging and a reader."""
 
     def __init__(
         self,
         relay: Relay,
         *,
         tensors: Sequence[Tensor] = TENSORS,
-        holdings: Holdings | None = None,
+        placements: Placements | None = None,
         weights: Weights | None = None,
         codec: Codec | None = None,
-        patience: Patience = QUICK,
+        retry: RetryPolicy = QUICK,
     ) -> None:
-        self.holdings = holdings or whole(tensors)
-        self.arrays = shard(weights or random_weights(99, tensors), self.holdings)
-        self.shadow = Shadow(self.arrays, self.holdings, tensors)
-        self.reader = ChainReader(relay, run=RUN, secret=SECRET, tensors=tensors, codec=codec, patience=patience)
+        self.placements = placements or whole(tensors)
+        self.arrays = shard(weights or random_weights(99, tensors), self.placements)
+        self.staging = StagingCopy(self.arrays, self.placements, tensors)
+        self.reader = ChainReader(relay, run=RUN, secret=SECRET, tensors=tensors, codec=codec, retry=retry)
         self.manifest: Manifest | None = None
 
     def sync(self) -> VersionId | None:
         """Go to the newest version there is; None if there is none."""
         target = self.reader.refresh()
         if target is not None:
-            self.manifest = self.reader.bring(self.shadow, target)
+            self.manifest = self.reader.bring(self.staging, target)
         return target
 
 

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Callable, Sequence
 
 from rose.errors import Unavailable
-from rose.weights.relay.base import Buffer, Chunks, Entry, Relay
+from rose.weights.relay.relay_base import Buffer, Buffers, Relay, RelayEntry
 
 
 class Fault(enum.Enum):
@@ -27,14 +27,14 @@ class FaultyRelay:
         self.calls: list[tuple[str, str, Fault]] = []
         self._late: list[Callable[[], object]] = []
 
-    def put_new(self, key: str, chunks: Chunks) -> int:
-        data = b"".join(bytes(chunk) for chunk in chunks)
+    def put_new(self, key: str, buffers: Buffers) -> int:
+        data = b"".join(bytes(buffer) for buffer in buffers)
         return self._call("put_new", key, lambda: self.inner.put_new(key, [data]))
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
         return self._call("get", key, lambda: self.inner.get(key, start, stop))
 
-    def list(self, prefix: str = "") -> Sequence[Entry]:
+    def list(self, prefix: str = "") -> Sequence[RelayEntry]:
         return self._call("list", prefix, lambda: self.inner.list(prefix))
 
     def delete(self, key: str) -> bool:

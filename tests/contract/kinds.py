@@ -15,7 +15,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rose.engines.base import Budget, Partial, Request, Sampling, Span, StepEngine, StepPlan, TokenEvent
+from rose.api.requests import VersionSpan
+from rose.engines.base import Budget, Partial, Request, Sampling, StepEngine, StepPlan, TokenEvent
 from rose.engines.blocks import BlockPool
 from rose.engines.profiles import StepProfile
 from rose.engines.simulated import SimulatedEngine
@@ -111,12 +112,12 @@ class Output:
 
     def partial(self) -> Partial:
         """What a client can hand to another engine."""
-        spans: list[Span] = []
+        spans: list[VersionSpan] = []
         for index, version in enumerate(self.versions):
             if spans and spans[-1].version == version:
                 spans[-1] = replace(spans[-1], end=index + 1)
             else:
-                spans.append(Span(version, index, index + 1))
+                spans.append(VersionSpan(version, index, index + 1))
         return Partial(tuple(self.token_ids), tuple(self.logprobs), tuple(spans))
 
     def goes_on(self) -> None:
@@ -187,10 +188,10 @@ def run(
 
 
 def embedded_kind(folder: Path, other_folder: Path) -> EngineKind:
-    from rose.config.device import EngineSettings
+    from rose.config.server_settings import EngineSettings
     from rose.engines.embedded.engine import MIB, EmbeddedEngine
-    from rose.engines.embedded.memory import KvMemory, own_memory
-    from rose.models.folder import served_spec
+    from rose.engines.embedded.runner import KvMemory, own_memory
+    from rose.models.model_folder import served_spec
 
     def make(*, max_sequences: int, max_waiting: int) -> StepEngine:
         settings = EngineSettings(
@@ -210,7 +211,7 @@ def gather(engine: Any, pages: int, blocks_max: int) -> int:
     """Move blocks together, and what is in them, between two steps; how many."""
     moves = engine.scheduler.gather(pages, blocks_max)
     if hasattr(engine, "_kv"):
-        from rose.engines.embedded.memory import KvMemory
+        from rose.engines.embedded.runner import KvMemory
 
         KvMemory(engine._kv, engine.scheduler.pool).copy(moves)
     return len(moves)

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from rose.weights.relay.base import Relay
-from rose.weights.relay.memory import MemoryRelay
-from rose.weights.relay.opening import Access, open_relay
+from rose.weights.relay.memory_relay import MemoryRelay
+from rose.weights.relay.opening import RelayAccess, open_relay
+from rose.weights.relay.relay_base import Relay
 
 SECRET = b"a secret of the tests, long enough"
 ROOM_BYTES = 1 << 20  # of a store with little room
@@ -38,7 +38,7 @@ class Store:
     name = "memory"
     address: str | None = None  # for clients in other processes, if there can be any
     can_restart = False
-    access = Access()
+    access = RelayAccess()
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,10 +87,10 @@ class FolderStore(Store):
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-class TcpStore(Store):
-    name = "tcp"
+class HttpStore(Store):
+    name = "http"
     can_restart = True
-    access = Access(secret=SECRET)
+    access = RelayAccess(secret=SECRET)
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -99,8 +99,8 @@ class TcpStore(Store):
 
     def _start(self) -> None:
         self._process, line = start_server(self.folder / "relay", f"127.0.0.1:{self._port}")
-        self._port = int(line.split(":")[-1].split(",")[0])
-        self.address = f"tcp://127.0.0.1:{self._port}"
+        self.address = server_address(line)
+        self._port = int(self.address.rpartition(":")[2])
 
     def restart(self) -> None:
         self._process.kill()
@@ -110,7 +110,7 @@ class TcpStore(Store):
     @contextlib.contextmanager
     def small(self) -> Iterator[Relay]:
         process, line = start_server(self.folder / "small", "127.0.0.1:0", "-c", LIMITED, str(ROOM_BYTES))
-        relay = open_relay("tcp://" + line.split(" ")[-3].rstrip(","), self.access)
+        relay = open_relay(server_address(line), self.access)
         try:
             yield relay
         finally:
@@ -128,12 +128,17 @@ def start_server(folder: Path, listen: str, *before: str) -> tuple[subprocess.Po
     """The server's process, and the line it says when it listens."""
     secret = folder.parent / "secret"
     secret.write_bytes(SECRET + b"\n")
-    command = ["-m", "rose.weights.relay.server", str(folder), "--secret-file", str(secret), "--listen", listen]
+    command = ["-m", "rose", "relay", "up", "--folder", str(folder), "--secret-file", str(secret), "--listen", listen]
     process = subprocess.Popen([sys.executable, *before, *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline().strip()
-    assert "listening on" in line
+    assert "://" in line
     return process, line
+
+
+def server_address(line: str) -> str:
+    """Return the address in the line that `rose relay up` prints."""
+    return line.split(" at ")[-1].split(";")[0]
 
 
 class ObjectStore(Store):
@@ -160,7 +165,7 @@ class ObjectStore(Store):
             "allow_http": "true",
             "virtual_hosted_style_request": "false",
         }
-        self.access = Access(object_options=tuple(options.items()))
+        self.access = RelayAccess(object_options=tuple(options.items()))
         self.address = f"s3://{bucket}/of/tests"
 
     def small(self) -> contextlib.AbstractContextManager[Relay]:
@@ -179,14 +184,14 @@ class MooncakeStore(Store):
         if why := mooncake_is_missing():
             pytest.skip(why)
         super().__init__(folder)
-        from rose.weights.relay.mooncake_up import MooncakeCluster
+        from rose.weights.relay.mooncake import MooncakeCluster
 
         self._cluster = MooncakeCluster(holders=1, holder_bytes=256 << 20, log_folder=folder)
         self.address = f"mooncake://{self._cluster.address}"
 
     @contextlib.contextmanager
     def small(self) -> Iterator[Relay]:
-        from rose.weights.relay.mooncake_up import MooncakeCluster
+        from rose.weights.relay.mooncake import MooncakeCluster
 
         with MooncakeCluster(holders=1, holder_bytes=16 << 20, log_folder=self.folder) as cluster:
             relay = open_relay(f"mooncake://{cluster.address}")
@@ -212,7 +217,7 @@ def mooncake_is_missing() -> str | None:
     return f"needs the extra `mooncake` and its system libraries (make system-packages): {last}"
 
 
-QUICK = [Store, FolderStore, TcpStore]
+QUICK = [Store, FolderStore, HttpStore]
 SLOW = [ObjectStore, MooncakeStore]
 KINDS = [pytest.param(kind, id=kind.name) for kind in QUICK] + [
     pytest.param(kind, id=kind.name, marks=pytest.mark.slow) for kind in SLOW
@@ -224,7 +229,7 @@ def run_elsewhere(code: str, store: Store, *arguments: str) -> subprocess.Popen[
     assert store.address is not None
     head = (
         "import os, signal, sys, time\n"
-        "from rose.weights.relay.opening import Access, open_relay\n"
+        "from rose.weights.relay.opening import RelayAccess, open_relay\n"
         f"relay = open_relay(sys.argv[1], {store.access!r})\n"
     )
     command = [sys.executable, "-c", head + code, store.address, *arguments]

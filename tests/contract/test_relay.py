@@ -9,7 +9,7 @@ import pytest
 from tests.contract.relays import KINDS, ROOM_BYTES, Store, run_elsewhere
 
 from rose.errors import RequestRefused, Unavailable
-from rose.weights.relay.base import Entry, KeyExists, KeyMissing, RangeRefused, Relay, RelayFull
+from rose.weights.relay.relay_base import KeyExists, KeyMissing, RangeRefused, Relay, RelayEntry, RelayFull
 
 BLOB = bytes(range(256)) * 4096  # 1 MiB
 
@@ -69,7 +69,7 @@ def test_overwriting_is_refused_and_changes_nothing(store, relay):
 def test_missing_is_told_from_empty(relay):
     relay.put_new("run/empty", [])
     assert read(relay, "run/empty") == b""
-    assert relay.list("run") == [Entry("run/empty", 0)]
+    assert relay.list("run") == [RelayEntry("run/empty", 0)]
     for call in (lambda: relay.get("run/nothing"), lambda: relay.get("run/nothing", 0, 0), lambda: relay.get("run")):
         with pytest.raises(KeyMissing):
             call()
@@ -88,7 +88,7 @@ def test_listing_is_by_folder_and_in_order(relay):
     for key in ("run/b/2", "run/a/1", "runner/a", "run/b/10", "other"):
         relay.put_new(key, [key.encode()])
     assert [entry.key for entry in relay.list("run")] == ["run/a/1", "run/b/10", "run/b/2"]
-    assert relay.list("run/b") == relay.list("run/b/") == [Entry("run/b/10", 8), Entry("run/b/2", 7)]
+    assert relay.list("run/b") == relay.list("run/b/") == [RelayEntry("run/b/10", 8), RelayEntry("run/b/2", 7)]
     assert [entry.key for entry in relay.list()] == sorted(["run/b/2", "run/a/1", "runner/a", "run/b/10", "other"])
     assert list(relay.list("nobody")) == []
     assert list(relay.list("run/a/1")) == []
@@ -103,7 +103,7 @@ def test_a_deleted_key_is_missing_and_may_be_written_anew(relay):
         relay.get("run/a/1")
     relay.put_new("run/a/1", [b"new one"])
     assert read(relay, "run/a/1") == b"new one"
-    assert relay.list("run") == [Entry("run/a/1", 7), Entry("run/a/2", 5)]
+    assert relay.list("run") == [RelayEntry("run/a/1", 7), RelayEntry("run/a/2", 5)]
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_a_key_that_is_none_is_refused(relay, key):
 
 
 def test_chunks_that_fail_leave_nothing(relay):
-    def chunks():
+    def buffers():
         yield BLOB
         raise ConnectionError("the tensor went away")
 
     with pytest.raises(ConnectionError, match="tensor"):
-        relay.put_new("run/a", chunks())
+        relay.put_new("run/a", buffers())
     assert list(relay.list()) == []
     relay.put_new("run/a", [b"works"])
     assert read(relay, "run/a") == b"works"
@@ -131,14 +131,14 @@ def test_chunks_that_fail_leave_nothing(relay):
 def test_nothing_is_visible_before_the_last_chunk(store, relay):
     reader = store.open()
 
-    def chunks():
+    def buffers():
         yield BLOB
         with pytest.raises(KeyMissing):
             reader.get("run/a")
         assert list(reader.list()) == []
         yield b"end"
 
-    relay.put_new("run/a", chunks())
+    relay.put_new("run/a", buffers())
     assert read(reader, "run/a") == BLOB + b"end"
 
 
@@ -217,11 +217,11 @@ def needs_processes(store: Store) -> None:
 def test_a_writer_that_dies_midway_leaves_nothing_visible(store, relay):
     needs_processes(store)
     writer = run_elsewhere(
-        "def chunks():\n"
+        "def buffers():\n"
         "    yield bytes(3_000_000)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "    yield b'never'\n"
-        "relay.put_new('run/a', chunks())\n",
+        "relay.put_new('run/a', buffers())\n",
         store,
     )
     assert writer.wait(timeout=60) == -signal.SIGKILL
@@ -266,13 +266,13 @@ def test_a_slow_reader_and_a_slow_writer_hold_up_nobody(store):
     slow, quick = store.open(), store.open()
     slow_began, quick_is_done = threading.Event(), threading.Event()
 
-    def chunks():
+    def buffers():
         yield b"slow "
         slow_began.set()
         assert quick_is_done.wait(timeout=60)
         yield b"end"
 
-    writer = threading.Thread(target=slow.put_new, args=("run/slow", chunks()))
+    writer = threading.Thread(target=slow.put_new, args=("run/slow", buffers()))
     writer.start()
     assert slow_began.wait(timeout=60)
     quick.put_new("run/quick", [BLOB])

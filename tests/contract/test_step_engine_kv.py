@@ -6,7 +6,8 @@ import msgspec
 import pytest
 from tests.contract.kinds import WIDE, EngineKind, Output, ask, collect, many, run, step_once
 
-from rose.engines.base import Budget, Partial, Request, Span, StepEngine
+from rose.api.requests import VersionSpan
+from rose.engines.base import Budget, Partial, Request, StepEngine
 from rose.errors import ModelError, Unavailable
 
 NARROW = Budget(10, 4)
@@ -136,12 +137,12 @@ def test_a_request_may_move_after_every_token(kind: EngineKind) -> None:
     reference = kind.alone(request)
     assert list(partial.token_ids) == reference.token_ids[:9]
     assert list(partial.logprobs) == reference.logprobs[:9]
-    assert partial.spans == (Span(engines[0].facts().version, 0, 9),)
+    assert partial.spans == (VersionSpan(engines[0].facts().version, 0, 9),)
 
 
 def test_a_waiting_request_keeps_what_it_brought(kind: EngineKind) -> None:
     engine = kind.fresh()
-    partial = Partial((5, 6), (-1.0, -2.0), (Span("old", 0, 2),))
+    partial = Partial((5, 6), (-1.0, -2.0), (VersionSpan("old", 0, 2),))
     engine.add(msgspec.structs.replace(ask(), partial=partial))
     assert engine.evict("a") == partial
 
@@ -280,7 +281,7 @@ def test_a_swap_shows_in_events_and_spans(kind: EngineKind) -> None:
     run(engine, steps=4, outputs=outputs)
     assert outputs["a"].versions == [old] * 5 + ["1"] * 4
     partial = engine.evict("a")
-    assert partial.spans == (Span(old, 0, 5), Span("1", 5, 9))
+    assert partial.spans == (VersionSpan(old, 0, 5), VersionSpan("1", 5, 9))
     assert partial == outputs["a"].partial()
 
 

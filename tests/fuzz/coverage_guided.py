@@ -11,7 +11,7 @@ import sys
 import atheris
 
 INSTRUMENTED = [
-    "rose.bounds", "rose.coserve.messages", "rose.front", "rose.rollout", "rose.weights.manifest",
+    "rose.bounds", "rose.device.engine_messages", "rose.api", "rose.openai", "rose.gateway", "rose.weights.manifest",
     "rose.weights.relay", "rose.weights.shards", "rose.weights.codec.deltas", "rose.weights.codec.format",
 ]  # fmt: skip
 

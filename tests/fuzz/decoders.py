@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import random
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,24 +27,36 @@ import msgspec
 import numpy as np
 from tests.fuzz.values import Format, Maker
 
+from rose.api import worker_messages as worker_messages
+from rose.api.frames import FrameReader
 from rose.bounds import UNREADABLE
-from rose.coserve import messages as engine_messages
+from rose.device import engine_messages
+from rose.device.admin_routes import ADMIN_ROUTES
+from rose.device.kv_pool import exchange, ledger
 from rose.errors import RoseError
-from rose.front.failures import Failure
-from rose.front.generate import SAMPLING_READER
-from rose.front.routes import OWNER_ROUTES, ROUTES
-from rose.rollout import messages as worker_messages
-from rose.rollout import trainer_routes, turn_log
+from rose.gateway import trainer_routes, turn_log
+from rose.openai.application import ROUTES
+from rose.openai.generate import SAMPLING_READER
+from rose.openai.http_errors import Failure
 from rose.weights import codec
-from rose.weights.manifest import Claim, Manifest, Part, check_manifest, seal, unseal
-from rose.weights.relay import wire
+from rose.weights.manifest import Claim, Manifest, RankManifest, check_manifest, seal, unseal
+from rose.weights.relay import relay_api
 
 ROOT = Path(__file__).parents[2]
 INPUT_S, MEMORY_MB = 5, 2048
 SECRET, KEY = b"a-secret-of-a-run-for-fuzzing", "r/versions/x"
 GUARD = 0xABCD
-READERS = [route.operation.reader for route in (*ROUTES, *OWNER_ROUTES) if route.operation.reader is not None]
+RELAY_BODIES = (relay_api.Stored, relay_api.ListingPage, relay_api.RelayProblemBody)
+READERS = [route.reader for route in (*ROUTES, *ADMIN_ROUTES) if route.reader is not None]
 READERS += [SAMPLING_READER, trainer_routes.BEGIN, trainer_routes.FINISH, trainer_routes.PUBLISH]
+POOL_RECORDS: tuple[tuple[bytes, int, Callable[[bytes], object]], ...] = (
+    (exchange.MAGIC + struct.pack("=I", exchange.EXCHANGE_VERSION), exchange.WELCOME.size, exchange._read_welcome),
+    (
+        ledger.MAGIC + struct.pack("=I", ledger.LAYOUT_VERSION),
+        ledger.HEADER.size,
+        lambda data: ledger.LedgerHeader.unpack(data, Path("ledger")),
+    ),
+)
 
 # Errors that escape today, by target, and where that is described. Delete an entry with its repair.
 # UnicodeDecodeError: audit 28. RecursionError: found by this fuzzer.
@@ -61,7 +74,7 @@ class Target:
 
 def _engine_frames(data: bytes) -> None:
     """Read a stream in pieces: each frame is a command or an event."""
-    reader = engine_messages.FrameReader()
+    reader = FrameReader()
     for start in range(0, len(data), 7):
         for body in reader.push(data[start : start + 7]):
             _engine_message(body)
@@ -79,16 +92,18 @@ def _engine_message(body: bytes) -> None:
         raise next((error for error in failures if not isinstance(error, UNREADABLE)), failures[0])
 
 
-def _relay_message(data: bytes) -> None:
-    with contextlib.suppress(wire.Disconnected):
-        wire._decoded(wire._answers, data)
-    wire._decoded(wire._requests, data)
+def _relay_response(data: bytes) -> None:
+    for kind in RELAY_BODIES:
+        with contextlib.suppress(*UNREADABLE):
+            body = relay_api.decode_body(data, kind)
+            if isinstance(body, relay_api.RelayProblemBody):
+                relay_api.error_of(body.error, KEY)
 
 
 def _record(data: bytes) -> None:
     """Unseal what an insider sealed: any bytes at all."""
     sealed = seal(SECRET, KEY, msgspec.Raw(data))  # type: ignore[arg-type]
-    for kind in (Claim, Part):
+    for kind in (Claim, RankManifest):
         with contextlib.suppress(RoseError):
             unseal(SECRET, KEY, sealed, kind)
     check_manifest(unseal(SECRET, KEY, sealed, Manifest), run="r", expected=None)
@@ -115,7 +130,7 @@ class _Rows:
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def rows(self, query: str) -> Iterator[tuple[Any, ...]]:
+    def fetch(self, query: str) -> Iterator[tuple[Any, ...]]:
         return iter([(1, self._data)])
 
 
@@ -123,6 +138,19 @@ def _ledger_row(data: bytes) -> None:
     framed = len(data).to_bytes(turn_log.LENGTH_BYTES, "little") + data
     for row in (data, framed):
         turn_log.read_log(_Rows(row))  # type: ignore[arg-type]
+
+
+def _pool_record(data: bytes) -> None:
+    """Read what a KV pool's files and socket say: any bytes, also behind the right first ones."""
+    refused = None
+    for magic, size, decode in POOL_RECORDS:
+        for record in (data, (magic + data).ljust(size, b"\0")[:size]):
+            try:
+                decode(record)
+            except RoseError as error:
+                refused = error
+    if refused is not None:
+        raise refused
 
 
 def _body(data: bytes) -> None:
@@ -145,13 +173,14 @@ TARGETS: dict[str, Target] = {
     "engine-messages": Target(
         _engine_frames, (RoseError, *UNREADABLE), (engine_messages.Command, engine_messages.Event)
     ),
-    "relay-wire": Target(_relay_message, (wire.Disconnected,), (wire.Request, wire.Answer)),
-    "manifests": Target(_record, (RoseError,), (Manifest, Part, Claim)),
+    "relay-responses": Target(_relay_response, (), RELAY_BODIES, "json"),
+    "manifests": Target(_record, (RoseError,), (Manifest, RankManifest, Claim)),
     "strange-records": Target(_stranger_record, (RoseError,), (Manifest,)),
     "codec": Target(_payload, (RoseError,)),
     "ledger-rows": Target(
-        _ledger_row, (RoseError, *UNREADABLE), (turn_log.Began, turn_log.Came, turn_log.Dropped)
+        _ledger_row, (RoseError, *UNREADABLE), (turn_log.TurnBegan, turn_log.TokensLogged, turn_log.TurnDropped)
     ),
+    "kv-pool-records": Target(_pool_record, (RoseError,)),
     "request-bodies": Target(
         _body, (Failure,), tuple(reader.kind for reader in READERS), "json"
     ),

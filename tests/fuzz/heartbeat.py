@@ -10,7 +10,8 @@ process had the core. So a gap counts as a block only for the part that this pro
 A loop thread that is runnable but gets no core uses no CPU and does not sleep: that gap is not counted.
 
 The watchdog also keeps the stack of the loop's thread, and writes one JSON line per block and one line per second with
-the number of tasks. Without a file, blocks are kept in the list `blocks`.
+the number of tasks and of memory blocks that Python objects hold. Without a file, blocks of the loop are kept in
+`self.blocks`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import IO
 
 BEAT_S = 0.010
 WATCH_S = 0.005
-SHOWN_S = 1.0  # between two lines with the number of tasks
+LATE_MAX = 2  # a watchdog that comes later got no core itself
+SHOWN_S = 1.0  # between two lines with the numbers of tasks and live memory blocks
 FRAMES_MAX = 12  # of a stack that is written down
 VARIABLE = "ROSE_TEST_HEARTBEATS"  # folder for one file per process; read by site/sitecustomize.py
 BLOCK_VARIABLE = "ROSE_TEST_BLOCK_MS"
@@ -95,7 +97,8 @@ class Heartbeat:
         self._seen_s, self._own_s, self._process_s = now_s, own_s, process_s
         if self._file is not None and now_s - self._shown_s >= SHOWN_S:
             self._shown_s = now_s
-            self._write({"pid": os.getpid(), "at_s": now_s, "tasks": len(asyncio.all_tasks(self._loop))})
+            tasks, blocks = len(asyncio.all_tasks(self._loop)), sys.getallocatedblocks()
+            self._write({"pid": os.getpid(), "at_s": now_s, "tasks": tasks, "live_blocks": blocks})
         self._timer = self._loop.call_later(BEAT_S, self._beat)
 
     def _judge(self, gap_s: float, own_s: float, process_s: float) -> None:
@@ -126,11 +129,15 @@ class Heartbeat:
             if now_s - self._seen_s - BEAT_S < self._block_s / 4:
                 continue
             if self._is_asleep():
-                self._asleep_s += since_s
-            frame = sys._current_frames().get(self._thread_id)
-            if frame is not None and (depth := _depth(frame)) >= self._depth:
-                self._depth = depth
-                self._stack = [line.strip() for line in traceback.format_stack(frame)[-FRAMES_MAX:]]
+                self._asleep_s += min(since_s, LATE_MAX * WATCH_S)  # the rest was not observed
+            self._keep_stack()
+
+    def _keep_stack(self) -> None:
+        """Keep the loop's stack as text. A frame that outlived this call would hold the request that it works on."""
+        frame = sys._current_frames().get(self._thread_id)
+        if frame is not None and (depth := _depth(frame)) >= self._depth:
+            self._depth = depth
+            self._stack = [line.strip() for line in traceback.format_stack(frame)[-FRAMES_MAX:]]
 
     def _is_asleep(self) -> bool:
         try:

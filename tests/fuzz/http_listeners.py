@@ -6,20 +6,24 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
-from tests.e2e.gateways import AGENT, OPERATOR, TOKENS, TRAINER, WORKER
-from tests.e2e.lent import OWNER_TOKEN, ROLLOUT_TOKEN
 from tests.fuzz import servers
 from tests.fuzz.requests import Route, Target, draw
 from tests.fuzz.run import Listener
 from tests.fuzz.servers import ROLLOUT_MODEL, SERVING_MODEL, Server
 from tests.fuzz.steps import Step, play, request
+from tests.integration.gateways import AGENT, OPERATOR, TOKENS, TRAINER, WORKER
+from tests.integration.lent import OWNER_TOKEN, ROLLOUT_TOKEN
 
-from rose.front.control import ACTIONS, ControlBody
-from rose.front.routes import ROUTES
-from rose.rollout import trainer_routes
+from rose.device.admin_routes import ACTIONS, ControlBody
+from rose.gateway import trainer_routes, vllm_control_routes
+from rose.gateway.gateway_service import VLLM_CONTROL_ROUTES
+from rose.openai.anthropic_messages import COUNT_PATH, MESSAGES_PATH
+from rose.openai.anthropic_schemas import CountTokensBody, MessagesBody
+from rose.openai.application import ROUTES
 
 TRIES = 60  # of an honest client; a stated refusal (429, 503) is asked again
 SESSIONS = tuple(f"t{number}" for number in range(40))
@@ -41,6 +45,7 @@ KNOWN: dict[str, Sequence[Any]] = {
     "sampling_params": (
         {"max_tokens": 4}, {"max_tokens": 1, "logprobs": 1}, {"max_tokens": 8, "temperature": 0.0, "seed": 3},
         {"max_tokens": 2, "stop_token_ids": [7], "top_k": 5}, {"max_tokens": 2**31}, {"max_tokens": 4, "seed": 2**64},
+        {"max_tokens": 1, "prompt_logprobs": 3, "routed_experts_prompt_start": 7}, {"max_tokens": 2, "logprobs": True},
     ),
     "tools": (
         [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"maximum": 2**60}}}}}],
@@ -52,6 +57,10 @@ KNOWN: dict[str, Sequence[Any]] = {
     "model": (SERVING_MODEL,),
     "trajectory": SESSIONS,
     "program_id": SESSIONS,
+    "prompt_logprobs": (0, 1, 20),
+    "weight_version": ("0", "1"),
+    "min_weight_version": ("0", "1"),
+    "nvext": ({}, {"extra_fields": ["engine_data"]}),
 }  # fmt: skip
 MODEL_NAMES = (SERVING_MODEL, ROLLOUT_MODEL, "x", "a/b", "%ff", "x" * 300)
 
@@ -60,11 +69,11 @@ def _routes(token: str | None) -> tuple[Route, ...]:
     """Return the routes of every device, with their bodies."""
     return tuple(
         Route(
-            route.operation.method,
-            route.operation.path,
-            route.operation.reader.kind if route.operation.reader is not None else None,
+            route.method,
+            route.path,
+            route.reader.kind if route.reader is not None else None,
             token,
-            weight=8 if route.operation.reader is not None else 1,
+            weight=8 if route.reader is not None else 1,
         )
         for route in ROUTES
     )
@@ -86,17 +95,46 @@ ADMIN = Target(
     {"action": [action for action in ACTIONS if action != "remove"] + ["", "x" * 200, "%00"]},
     (ROLLOUT_TOKEN,),
 )
-TURNS = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions")
+
+
+class PublishedVersion(msgspec.Struct):
+    """A body of /update_weights that announces a version."""
+
+    update_info: vllm_control_routes.RelayVersion
+
+
+CONTROL_BODIES = {
+    "/update_weights": vllm_control_routes.UpdateBody,
+    "/areal_update_weights": vllm_control_routes.FolderBody,
+    "/init_weight_transfer_engine": vllm_control_routes.InitBody,
+    "/finish_weight_update": vllm_control_routes.FinishUpdateBody,
+}
+CONTROL_QUERIES = {"/pause": ("mode", "clear_cache"), "/finish_session": ("session_id",)}
+TURNS = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions", MESSAGES_PATH)
+MESSAGE_ROUTES = (
+    Route("POST", MESSAGES_PATH, MessagesBody, AGENT, ("beta",), weight=8),
+    Route("POST", f"/sessions/{{session}}{MESSAGES_PATH}", MessagesBody, AGENT, weight=4),
+    Route("POST", COUNT_PATH, CountTokensBody, AGENT, weight=4),
+)
 GATEWAY = Target(
     (
         *(route for route in _routes(AGENT) if route.path != "/openapi.json"),
+        *(replace(route, path=f"/sessions/{{session}}{route.path}") for route in _routes(AGENT) if route.kind),
+        *(replace(route, token=f"{AGENT}/{SESSIONS[0]}") for route in _routes(AGENT) if route.kind),
+        *MESSAGE_ROUTES,
         Route("POST", "/v1/trajectories", trainer_routes.BeginBody, AGENT, weight=8),
         Route("POST", "/v1/trajectories/{trajectory}/finish", trainer_routes.FinishBody, AGENT, weight=8),
         Route("GET", "/v1/batches/next", None, TRAINER, ("groups", "after", "wait_s"), weight=6),
         Route("POST", "/v1/versions", trainer_routes.PublishBody, TRAINER),
         Route("GET", "/v1/pool", None, OPERATOR),
-        Route("POST", "/v1/pool/{member}/drain", None, OPERATOR),
+        Route("POST", "/v1/pool/{worker}/drain", None, OPERATOR),
         Route("GET", "/v1/workers/connect", None, WORKER),
+        *(
+            Route(
+                route.method, route.path, CONTROL_BODIES.get(route.path), TRAINER, CONTROL_QUERIES.get(route.path, ())
+            )
+            for route in VLLM_CONTROL_ROUTES
+        ),
     ),
     KNOWN
     | {
@@ -107,23 +145,30 @@ GATEWAY = Target(
         "reward": (0.0, 1.0, -1e308, 1e308),
         "wait_s": (0, 0.05),
         "folder": ("missing",),
+        "weight_dir": ("/missing", "/", "missing", "/\0"),
+        "model_path": ("/missing", "/etc"),
+        "init_info": ({"backend": "rose"}, {"backend": "nccl"}, {}),
         "relay": ("",),
         "run": ("",),
     },
     {
         "model": MODEL_NAMES,
         "trajectory": (*SESSIONS, "x" * 300, "%ff", "a%2fb"),
+        "session": (*SESSIONS, "x" * 400, "%ff", "a%2fb", "%00", "..", "%2e%2e"),
         "member": ("nobody", "%ff", "x" * 300),
     },
     tuple(TOKENS.values()),
 )
-BY_PATH = {route.path: route for route in GATEWAY.routes}
+AS_TRAINER = [("Authorization", f"Bearer {TRAINER}")]
+PUBLISHING: dict[bytes, Any] = {b"/v1/versions": trainer_routes.PublishBody, b"/update_weights": PublishedVersion}
+BY_PATH = {route.path: route for route in GATEWAY.routes if route.token != f"{AGENT}/{SESSIONS[0]}"}
 
 
 def trajectory(chance: random.Random) -> list[Step]:
     """Return the requests of one trajectory in a mixed order, with repeats, and a trainer's poll now and then."""
     if chance.random() < 0.3:
-        return [_harmless(draw(chance, GATEWAY))]
+        step = _harmless(draw(chance, GATEWAY))
+        return [step, request("POST", "/resume", AS_TRAINER)] if b"pause" in step.head else [step]
     name = chance.choice(SESSIONS)
     begin, finish = BY_PATH["/v1/trajectories"], BY_PATH["/v1/trajectories/{trajectory}/finish"]
     steps: list[Step] = []
@@ -144,14 +189,16 @@ def trajectory(chance: random.Random) -> list[Step]:
 
 def _harmless(step: Step) -> Step:
     """Return the step, unless it publishes a version: a trainer may well stop all workers, and would."""
-    if b"/v1/versions" not in step.head:
-        return step
-    if b"content-encoding" not in step.head.lower():
-        try:
-            msgspec.json.decode(step.body, type=trainer_routes.PublishBody)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return step
-    return request("GET", "/v1/pool", [("Authorization", f"Bearer {TRAINER}")])
+    for path, kind in PUBLISHING.items():
+        if path not in step.head:
+            continue
+        if b"content-encoding" not in step.head.lower():
+            try:
+                msgspec.json.decode(step.body, type=kind)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return step
+        return request("GET", "/v1/pool", AS_TRAINER)
+    return step
 
 
 # Honest clients
@@ -169,6 +216,8 @@ async def asked(port: int, path: str, body: Any, token: str | None = None, metho
         said = f"status {reply.status}: {reply.body[:200]!r}"
         if reply.status not in (429, 503):
             return said
+        if b"queue_full" in reply.body:  # a trainer's pause whose end was lost with its connection
+            await play(request("POST", "/resume", AS_TRAINER), port)
         await asyncio.sleep(0.5)
     return f"refused for ever: {said}"
 

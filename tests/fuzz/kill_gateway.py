@@ -28,17 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from tests.e2e import devices
-from tests.e2e.gateways import AGENT, TOKENS, TRAINER, WORKER
+from tests.integration import devices
+from tests.integration.gateways import AGENT, TOKENS, TRAINER, WORKER
 from tests.unit.rollout_world import LoopEngine
 
-from rose.envs.play import TurnSampling
+from rose.api.requests import TurnSampling
+from rose.api.trajectories import Batch, BeginBody, FinishBody
+from rose.client import GatewayClient
 from rose.models.presets import write_preset
-from rose.rollout import agent
-from rose.rollout.agent import AgentSettings, run_agent
-from rose.rollout.client import GatewayClient
-from rose.rollout.trainer_routes import BeginBody, FinishBody
-from rose.rollout.trajectories import Batch
+from rose.worker import agent
+from rose.worker.agent import AgentSettings, run_agent
 
 MODEL, VERSION, VOCABULARY = "qwen3-3m", "v1", 264
 SIZE, TURNS, TOKENS_MAX = 4, 4, 24  # members of a group, turns of a trajectory, tokens of a turn
@@ -110,7 +109,7 @@ class Chaos:
         settings = [f"port={self._port}", f"ledger={self._ledger}", "beat_s=0.2", "lease_s=3"]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "tests.e2e.gateway_process", str(self._model), *settings),
+            *("-m", "tests.integration.gateway_process", str(self._model), *settings),
             stdout=asyncio.subprocess.PIPE,
             cwd=devices.ROOT,
             env=devices.environment() | TOKENS,

@@ -20,6 +20,8 @@ ODD_HEADERS = (
     ("Content-Type", "text/plain"), ("Content-Type", "application/x-www-form-urlencoded"), ("Content-Type", "\xff"),
     ("Content-Type", "multipart/form-data; boundary="), ("Content-Type", "application/json; charset=utf-16"),
     ("Authorization", "Bearer \xff\xfe"), ("Authorization", "Bearer"), ("Authorization", "Basic eDp5"),
+    ("Authorization", "Basic"), ("Authorization", "Basic Og=="), ("Authorization", "Basic =\xff"),
+    ("Authorization", "Basic " + "eDp5" * 2000), ("Authorization", "Bearer /x"),
     ("Authorization", "Bearer " + "x" * 7000), ("X-Session-ID", "\xff"), ("X-Session-ID", "x" * 257),
     ("X-Session-ID", ""), ("X-Session-ID", "a/../b"), ("Accept", "application/msgpack"), ("Accept", "\x80"),
     ("Host", "evil.example"), ("Host", ""), ("Origin", "http://evil.example"), ("Expect", "100-continue"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -14,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.e2e import devices, gateways, lent
 from tests.fuzz import heartbeat
+from tests.integration import devices, gateways, lent
 
 from rose.models.presets import write_preset
 
@@ -25,7 +26,7 @@ SECRET = b"a-secret-of-the-relay-for-fuzzers"
 FRONT = ("slow_reader_s=2", "read_timeout_s=2")
 GATEWAY = (
     *FRONT, "wait_s=2", "beat_s=0.2", "lease_s=2", "idle_s=5", "max_trajectories=2000", "max_waiting=64",
-    "return_after_s=1",
+    "return_after_s=1", "control.wait_s=2",
 )  # fmt: skip
 
 
@@ -71,11 +72,11 @@ class Server:
 
     def tasks(self) -> int:
         """Return how many tasks the loops have, as they last said."""
-        count = 0
-        for file in self._beats():
-            said = [json.loads(line) for line in file.read_text().splitlines()[-50:] if '"tasks"' in line]
-            count += said[-1]["tasks"] if said else 0
-        return count + sum(other.tasks() for other in self.others)
+        return sum(line["tasks"] for line in self._shown())
+
+    def live_blocks(self) -> dict[int, int]:
+        """Return how many blocks of memory Python objects hold in each process, as its loop last said."""
+        return {line["pid"]: line["live_blocks"] for line in self._shown()}
 
     def stop(self) -> None:
         for other in self.others:
@@ -86,6 +87,14 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+    def _shown(self) -> list[dict[str, int]]:
+        """Return the last line of each loop with its numbers."""
+        found = [line for other in self.others for line in other._shown()]
+        for file in self._beats():
+            lines = [line for line in file.read_text().splitlines()[-50:] if '"tasks"' in line]
+            found += [json.loads(line) for line in lines[-1:]]
+        return found
 
     def _beats(self) -> list[Path]:
         return sorted((self.folder / "beats").glob("*.jsonl"))
@@ -137,10 +146,13 @@ def gateway(folder: Path, block_ms: float) -> Iterator[Server]:
     model, _ = _models(folder)
     arguments = ["-m", "rose", "gateway", str(model), "--port", "0", "--ledger", str(folder / "ledger.sqlite")]
     arguments += [word for text in GATEWAY for word in ("--set", text)]
+    arguments += ["--door", "vllm", "--door-folder", str(folder), "--door-relay", str(folder / "relay")]
     patterns = {"gateway": r"ready at http://[^:]+:(\d+)"}
-    server = start(folder / "gateway", arguments, patterns, block_ms, **gateways.TOKENS)
+    variables = gateways.TOKENS | {"ROSE_RELAY_SECRET": SECRET.decode()}
+    server = start(folder / "gateway", arguments, patterns, block_ms, **variables)
     with ExitStack() as held:
         held.enter_context(_stopped(server))
+        _start_publisher(server.ports["gateway"])
         arguments = ["-m", "rose", "serve", "--lend", str(model), "--rollout-port", "0", "--device", devices.DEVICE]
         arguments += ["--kv-memory-mb", "64", "--set", "engine.max_context_tokens=1024", "--worker-name", "honest"]
         arguments += ["--gateway", f"http://127.0.0.1:{server.ports['gateway']}"]
@@ -149,12 +161,21 @@ def gateway(folder: Path, block_ms: float) -> Iterator[Server]:
         yield server
 
 
+def _start_publisher(port: int) -> None:
+    """Have the gateway start its publisher, which it does for the first folder: later it would be a finding."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
+    headers = {"Authorization": f"Bearer {gateways.TRAINER}", "Content-Type": "application/json"}
+    connection.request("POST", "/areal_update_weights", b'{"model_path": "/"}', headers)
+    assert connection.getresponse().status == 400
+    connection.close()
+
+
 @contextmanager
 def relay(folder: Path, block_ms: float) -> Iterator[Server]:
     (folder / "secret").write_bytes(SECRET)
     arguments = ["-m", "rose", "relay", "up", "--folder", str(folder / "values"), "--listen", "127.0.0.1:0"]
     arguments += ["--secret-file", str(folder / "secret")]
-    patterns = {"relay": r"tcp://[^:]+:(\d+)"}
+    patterns = {"relay": r"http://[^:]+:(\d+)"}
     with _stopped(start(folder / "relay", arguments, patterns, block_ms)) as server:
         yield server
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
+from types import SimpleNamespace
 
 import hypothesis
 import msgspec
 import pytest
 from hypothesis import strategies as st
 from tests.fuzz.decoders import READERS
-from tests.fuzz.run import Listener
+from tests.fuzz.run import Listener, Run
 from tests.fuzz.steps import Reply, Step, folded, unfolded
 from tests.fuzz.table import LISTENERS
 from tests.fuzz.values import Maker
@@ -60,3 +62,11 @@ def test_most_values_that_are_not_changed_are_taken_by_their_type(reader: object
             continue
         taken += 1
     assert taken > 25
+
+
+@pytest.mark.parametrize("more, is_leak", [(0.05, False), (0.2, True)])
+def test_a_process_with_more_live_objects_than_when_warm_is_a_finding(more: float, is_leak: bool) -> None:
+    server = SimpleNamespace(live_blocks=lambda: {os.getpid(): int(1000 * (1 + more)), 1 << 30: 5})
+    run = Run(HTTP[0], server, "1", 1.0, warm_blocks={os.getpid(): 1000})  # type: ignore[arg-type]
+    run.check_live_blocks()
+    assert bool(run.findings) == is_leak

@@ -17,24 +17,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-from tests.e2e.gateways import AGENT, TRAINER, WORKER
 from tests.fuzz import servers
 from tests.fuzz.http_listeners import GENERATION, asked
 from tests.fuzz.run import Listener
 from tests.fuzz.servers import SERVING_MODEL, Server
 from tests.fuzz.steps import Reply, Step
 from tests.fuzz.values import Maker
+from tests.integration.gateways import AGENT, TRAINER, WORKER
 
-from rose.rollout import messages
-from rose.rollout.messages import CONNECT_PATH, ToGateway, decode_to_agent
+from rose.api import worker_messages as messages
+from rose.api.worker_messages import CONNECT_PATH, ToGateway, decode_to_agent
 
 VOCABULARY = 264
 FRAMES_MAX = 25
 MAX_TOKENS = GENERATION["sampling_params"]["max_tokens"]  # type: ignore[index]
-KINDS = (messages.Beat, messages.Tokens, messages.Refused, messages.VersionReady, messages.Join)
+KINDS = (messages.Heartbeat, messages.TokensAdded, messages.TurnRefused, messages.VersionReady, messages.Join)
 BEAT = {"type": "Beat", "running": 0, "waiting": 0, "kv_used_tokens": 0, "kv_tokens": 4096, "version": "0",
         "gate_open": True}  # fmt: skip
-TICKETS: deque[int] = deque(maxlen=64)  # of all workers of this process: some belong to others, some are over
+ATTEMPT_IDS: deque[int] = deque(maxlen=64)  # of all workers of this process: some belong to others, some are over
 
 
 async def play_worker(chance: random.Random, server: Server) -> Sequence[tuple[Step, Reply]]:
@@ -69,7 +69,7 @@ async def _turns(connection: aiohttp.ClientWebSocketResponse) -> list[messages.T
             if frame.type is not aiohttp.WSMsgType.BINARY:
                 raise ConnectionResetError
             found = [said for said in decode_to_agent(frame.data) if isinstance(said, messages.Turn)]
-            TICKETS.extend(turn.ticket for turn in found)
+            ATTEMPT_IDS.extend(turn.attempt_id for turn in found)
             return found
     return []
 
@@ -94,19 +94,19 @@ def _said(chance: random.Random, maker: Maker, mine: list[messages.Turn]) -> Any
         case 1:
             return maker.body(list[ToGateway])
         case 2:
-            maker.known = {"ticket": [*TICKETS] or [1], "version": ("0",)}
+            maker.known = {"ticket": [*ATTEMPT_IDS] or [1], "version": ("0",)}
             return maker.body(list[chance.choice(KINDS)])  # type: ignore[misc]
-        case 3 if TICKETS:
-            return [{"type": "Tokens", "pieces": [_piece(chance, maker, chance.choice(TICKETS), 4)]}]
-        case 4 if TICKETS:
+        case 3 if ATTEMPT_IDS:
+            return [{"type": "Tokens", "pieces": [_piece(chance, maker, chance.choice(ATTEMPT_IDS), 4)]}]
+        case 4 if ATTEMPT_IDS:
             return [
-                {"type": "Refused", "ticket": chance.choice(TICKETS), "fault": {"kind": "Unavailable", "what": "x"}}
+                {"type": "Refused", "ticket": chance.choice(ATTEMPT_IDS), "fault": {"kind": "Unavailable", "what": "x"}}
             ]
-    pieces = [_piece(chance, maker, turn.ticket, turn.request.sampling.max_tokens) for turn in mine]
+    pieces = [_piece(chance, maker, turn.attempt_id, turn.request.sampling.max_tokens) for turn in mine]
     return [BEAT, {"type": "Tokens", "pieces": pieces}]
 
 
-def _piece(chance: random.Random, maker: Maker, ticket: int, count: int) -> list[Any]:
+def _piece(chance: random.Random, maker: Maker, attempt_id: int, count: int) -> list[Any]:
     """Return a piece that ends a turn as it should, or with one thing wrong in it."""
     count = min(count, 64)
     ids: list[Any] = [chance.randrange(VOCABULARY) for _ in range(count)]
@@ -127,7 +127,7 @@ def _piece(chance: random.Random, maker: Maker, ticket: int, count: int) -> list
             finish = chance.choice(("abort", "stop", "x"))
         case 6:
             ids, logprobs = [], []
-    return [ticket, ids, logprobs, "0", finish, cached, []]
+    return [attempt_id, ids, logprobs, "0", finish, cached, []]
 
 
 async def honest(server: Server) -> str | None:

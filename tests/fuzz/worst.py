@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 import msgspec.inspect as inspect
 
+from rose.openai.request_parsing import ESCAPES_MAX
+
 DEEP = 1000  # nested lists that a decoder with a recursion limit still takes
 
 
@@ -93,7 +95,8 @@ def _filled(info: Any, size: int) -> Iterator[tuple[str, bytes]]:
                 yield from _filled(part, size)
         case inspect.StrType():
             yield "a long text", b'"' + b"x" * size + b'"'
-            yield "a long text of escapes", b'"' + b"\\u00e9" * (size // 6) + b'"'
+            yield "a long text of escapes", b'"' + b"\\n" * (size // 2) + b'"'
+            yield "as many escapes as a body may have", b'"' + b"\\u00e9" * min(size // 6, ESCAPES_MAX) + b'"'
             yield "a long text of words", b'"' + (b"ab cd \xe2\x98\x83 " * (size // 9)) + b'"'
         case inspect.IntType() | inspect.FloatType():
             yield "a long number", b"9" * min(size, 1 << 20)
@@ -172,6 +175,12 @@ SPECIAL: dict[str, dict[str, Callable[[int], bytes]]] = {
         "128 prompts above the inline limit": lambda size: _in_steps(size, 128, 30_000),
         "prompts as many as fit, one of another kind": _mixture,
         "1024 choices of a long prompt": lambda size: msgspec.json.encode({"prompt": [[1] * 900] * 128, "n": 128}),
+        "as many log-probabilities of prompts as fit": lambda size: msgspec.json.encode(
+            {"prompt": [[1] * 900] * 6, "max_tokens": 1, "prompt_logprobs": 20}
+        ),
+        "more log-probabilities of prompts than fit": lambda size: msgspec.json.encode(
+            {"prompt": [[1] * 900] * 128, "max_tokens": 1, "prompt_logprobs": 20}
+        ),
     },
     "ChatBody": {
         "4096 short messages": lambda size: _messages(4096, {"role": "user", "content": "x"}),
@@ -195,6 +204,9 @@ SPECIAL: dict[str, dict[str, Callable[[int], bytes]]] = {
         ),
     },
     "GenerateBody": {
+        "the log-probabilities of a long prompt": lambda size: msgspec.json.encode(
+            {"token_ids": [1] * 900, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 20}}
+        ),
         "many sampling keys": lambda size: (
             b'{"token_ids":[1],"sampling_params":{' + b",".join(b'"k%07d":1' % n for n in range(size // 13)) + b"}}"
         ),

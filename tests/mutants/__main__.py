@@ -2,8 +2,9 @@
 
     python -m tests.mutants [--only TEXT] [--processes 2] [--list] [--json FILE]
 
-Each mutant is made in a temporary copy of the sources and tests. Ends with 1 if a mutant survives, or if its text is
-not in its file exactly once. Tests that a row names and that do not exist are skipped; a row needs at least one.
+Each mutant is made in a temporary copy of the sources and tests. Ends with 1 if a mutant survives, if the test that
+notices it fails without the mutant too, or if its text is not in its file exactly once. Tests that a row names and that
+do not exist are skipped; a row needs at least one.
 """
 
 from __future__ import annotations
@@ -67,20 +68,35 @@ def judge(mutant: Mutant) -> Verdict:
 
 
 def _run(mutant: Mutant, copy: Path) -> Verdict:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow and not vllm", f"--timeout={TEST_S}"]
-    command += ["-p", "no:cacheprovider", *(["-k", mutant.only] if mutant.only else []), *_tests(mutant, copy)]
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(copy / "src"), str(copy)]), "CI": "true"}
+    arguments = [*(["-k", mutant.only] if mutant.only else []), *_tests(mutant, copy)]
     try:
-        ended = subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=MUTANT_S)
+        ended = _pytest(copy, arguments)
     except subprocess.TimeoutExpired:
         return Verdict(mutant, "caught", "its tests do not end")
-    last = next((line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+    last = next((line for line in ended.stdout.splitlines() if line.startswith(("FAILED tests/", "ERROR tests/"))), "")
     if ended.returncode == FAILED:
+        test = last.partition(" ")[2].partition(" - ")[0]
+        if test and _pytest(ROOT, [test]).returncode:
+            return Verdict(mutant, "bad row", f"fails without the mutant too: {test}")
         return Verdict(mutant, "caught", last[:150])
     if ended.returncode == 0:
         return Verdict(mutant, "survived", ended.stdout.strip().rsplit("\n", 1)[-1])
     return Verdict(
         mutant, "bad row", f"pytest ended with {ended.returncode}: {ended.stdout[-300:]}{ended.stderr[-300:]}"
+    )
+
+
+def _pytest(root: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    marks = "not slow and not vllm and not sglang"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", marks, f"--timeout={TEST_S}"]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)]), "CI": "true"}
+    return subprocess.run(
+        [*command, "-p", "no:cacheprovider", *arguments],
+        cwd=root,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=MUTANT_S,
     )
 
 

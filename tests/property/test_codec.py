@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from tests.unit.codec_reference import reference_blocks
 
 from rose.weights import codec
 from rose.weights.codec import CodecError, ElementType
 from rose.weights.codec.format import ENTRY_BYTES, HEADER, block_count
-from rose.weights.codec.reference import ReferenceBlocks
 
 TYPES = st.sampled_from(list(ElementType))
 DENSITIES = st.sampled_from([0.0, 0.001, 0.01, 0.04, 0.1, 0.3, 0.5, 0.8, 1.0])
@@ -76,9 +76,10 @@ def test_both_implementations_write_the_same_bytes_and_read_each_others(update, 
         (codec.encode_full, (new,), {}),
     ):
         fast = encode(*arrays, **options, **more)
-        assert fast == encode(*arrays, **options, **more, blocks=ReferenceBlocks)
         found = base.copy()
-        codec.apply(fast, found, blocks=ReferenceBlocks)
+        with reference_blocks():
+            assert fast == encode(*arrays, **options, **more)
+            codec.apply(fast, found)
         assert np.array_equal(found, new)
 
 

@@ -1,4 +1,4 @@
-"""Whatever order members end, get lost or are reported again: each group has one fate, each member counts once."""
+"""In any order of reports each group is decided once and each member counts once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from rose.core.groups import Drop, GroupRules, Groups, Keep, most_spread, spread
+from rose.core.groups import Drop, GroupRules, Keep, most_spread, spread
+from rose.core.staleness import GroupStream, StalenessRules
+from rose.core.trajectory import Trajectory
 
+TRAJECTORY = Trajectory("t", "g", (1,), (True,), (0.0,), ("0",), 0.0)
 REWARDS = st.sampled_from([0.0, 0.0, 1.0, -0.1, 0.5])
 
 
-class Books(RuleBasedStateMachine):
+class GroupMachine(RuleBasedStateMachine):
     """A job of many steps, seen from outside."""
 
     @initialize(
@@ -28,12 +31,11 @@ class Books(RuleBasedStateMachine):
     def begin(self, groups, size, smaller, dynamic, ahead, more):
         train_size = 0 if smaller == 0 else max(2, size - smaller)
         self.rules = GroupRules(groups, size, train_size, dynamic, groups + more, ahead)
-        self.groups = Groups(self.rules)
+        self.groups = GroupStream(self.rules, StalenessRules(0, groups, 1 << 30))
         self.rewards: dict[int, dict[int, float]] = {}
         self.fates: dict[int, Keep | Drop] = {}
         self.reported: set[tuple[int, int]] = set()
         self.drawn_before = 0
-        self.groups.begin_step()
 
     @rule()
     def draw(self):
@@ -52,17 +54,20 @@ class Books(RuleBasedStateMachine):
         self.reported.add((group, member))
         if is_new and not is_lost:
             self.rewards[group][member] = reward
-        fate = self.groups.lost(group, member) if is_lost else self.groups.finished(group, member, reward)
+        fate = self.groups.on_lost(group, member) if is_lost else self.groups.on_finished(group, member, reward)
         if fate is not None:
             assert is_new and fate.group == group
             self.fates[group] = fate
             self.check(fate)
+            if isinstance(fate, Keep):
+                assert self.groups.on_arrived(group, [TRAJECTORY] * len(fate.members)) is None
 
     @rule()
     def next_step(self):
-        if not self.groups.is_complete:
+        if self.groups.batch(0) is None:
             return
-        surplus, counts = self.groups.end_step()
+        surplus = self.groups.drop_surplus()
+        counts = self.groups.take_counts()
         for drop in surplus:
             assert drop.group not in self.fates
             self.fates[drop.group] = drop
@@ -77,7 +82,7 @@ class Books(RuleBasedStateMachine):
             len(self.rewards[group]) for group in self.rewards if group >= self.drawn_before
         )
         self.drawn_before = self.groups.next_group
-        self.groups.begin_step()
+        self.groups.on_reached(self.groups.taken)
 
     def check(self, fate):
         rewards = self.rewards[fate.group]
@@ -92,12 +97,12 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def no_more_than_needed(self):
         counts = self.groups.counts()
-        assert counts.kept <= self.rules.groups
+        assert self.groups.ready <= self.rules.groups
         assert counts.drawn <= self.rules.draws_max
 
 
-def test_the_books_balance():
-    run_state_machine_as_test(Books)
+def test_the_counts_balance():
+    run_state_machine_as_test(GroupMachine)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8), st.integers(2, 8))

@@ -7,24 +7,27 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.core.groups import GroupRules, Groups, Keep
+from rose.core.groups import GroupRules, Keep
+from rose.core.staleness import GroupStream, StalenessRules
+from rose.core.trajectory import Trajectory
 
 SIZE = 3
+TRAJECTORY = Trajectory("t", "g", (1,), (True,), (0.0,), ("0",), 0.0)
 
 
 def played(rules: GroupRules, alike: frozenset[int], seed: int) -> tuple[dict[int, tuple[int, ...]], int]:
     """A step in which members end in the order of the dice: what was kept, and how many groups were drawn."""
-    groups, dice = Groups(rules), random.Random(seed)
-    groups.begin_step()
+    groups, dice = GroupStream(rules, StalenessRules(0, rules.groups, 1)), random.Random(seed)
     under_way: list[tuple[int, int]] = []
     kept: dict[int, tuple[int, ...]] = {}
-    while not groups.is_complete:
+    while (taken := groups.batch(0)) is None:
         under_way += [(draw.group, member) for draw in groups.to_draw() for member in range(draw.size)]
         group, member = under_way.pop(dice.randrange(len(under_way)))
-        fate = groups.finished(group, member, 0.0 if group in alike else float(member))
+        fate = groups.on_finished(group, member, 0.0 if group in alike else float(member))
         if isinstance(fate, Keep):
             kept[group] = fate.members
-    groups.end_step()
+            groups.on_arrived(group, [TRAJECTORY] * SIZE)
+    assert taken == tuple(sorted(kept)) and groups.drop_surplus() == []
     return kept, groups.next_group
 
 

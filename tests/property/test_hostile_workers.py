@@ -1,6 +1,6 @@
 """Workers that say anything that their types allow: the gateway believes none of it blindly, and none of it stops time.
 
-Every value stands at an edge of its bound. Members join, beat, send pieces of tickets that they have, had or never had,
+Every value stands at an edge of its bound. Workers join, beat, send pieces of attempts that they have, had or never had
 refuse, and tell versions; the gateway ticks. No error but Unavailable or RequestRefused may come out, what a turn has
 stays whole, and a turn that an honest worker gets afterwards ends.
 """
@@ -13,15 +13,24 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose.api.faults import Fault
+from rose.api.worker_messages import (
+    Heartbeat,
+    Join,
+    NewVersion,
+    TokensAdded,
+    Turn,
+    TurnRefused,
+    TurnTokens,
+    VersionReady,
+)
 from rose.bounds import FLOAT_MAX, INT32_MAX, INT64_MAX, SECONDS_MAX
-from rose.config.gateway import GatewaySettings
-from rose.coserve.mailbox import Mailbox
-from rose.coserve.messages import Fault
+from rose.config.server_settings import GatewaySettings
 from rose.engines.base import Sampling
+from rose.engines.token_stream import TokenStream
 from rose.errors import RequestRefused, Unavailable
-from rose.rollout.books import Books
-from rose.rollout.ledger import NoLedger
-from rose.rollout.messages import Beat, Join, NewVersion, Piece, Refused, Tokens, Turn, VersionReady
+from rose.gateway.gateway_core import GatewayCore
+from rose.gateway.ledger import NoLedger
 
 MODEL, VOCABULARY = "model", 50
 counts = st.sampled_from([0, 1, 7, INT32_MAX])
@@ -33,7 +42,7 @@ versions = st.sampled_from(["0", "v1", "v2", "", "unheard-of"])
 places = st.sampled_from(["resident", "parked", "absent", "activating"])
 
 beats = st.builds(
-    Beat, counts, counts, serials, serials, versions, st.booleans(), rates.map(lambda rate: rate or 0.0),
+    Heartbeat, counts, counts, serials, serials, versions, st.booleans(), rates.map(lambda rate: rate or 0.0),
     st.just("why"), st.sampled_from(["", "right", "wrong"]), rates, rates, finite, rates, places, st.booleans(),
     seconds, st.booleans(), seconds,
 )  # fmt: skip
@@ -52,7 +61,7 @@ ready = st.builds(
 )  # fmt: skip
 lists = st.integers(0, 6).map(lambda count: tuple(range(count)))
 pieces = st.builds(
-    Piece, st.integers(0, 8), lists | st.just((VOCABULARY,)), st.integers(0, 6).map(lambda count: (-1.0,) * count),
+    TurnTokens, st.integers(0, 8), lists | st.just((VOCABULARY,)), st.integers(0, 6).map(lambda count: (-1.0,) * count),
     versions, st.sampled_from([None, "stop", "length", "abort"]), st.none() | counts,
     st.just(()) | st.just((((VOCABULARY, -1.0),),)),
 )  # fmt: skip
@@ -70,53 +79,53 @@ actions = st.one_of(
 
 class Hostile:
     def __init__(self) -> None:
-        self.books = Books(MODEL, GatewaySettings(), NoLedger(3), vocabulary=VOCABULARY)
+        self.core = GatewayCore(MODEL, GatewaySettings(), NoLedger(3), vocabulary=VOCABULARY)
         self.now_s = 0.0
-        self.tickets: list[int] = []
+        self.attempt_ids: list[int] = []
 
     def hear(self, message: Any) -> None:
         if isinstance(message, Turn):
-            self.tickets.append(message.ticket)
+            self.attempt_ids.append(message.attempt_id)
 
-    def ticket(self, number: int) -> int:
+    def attempt_id(self, number: int) -> int:
         """One that some worker has or had, or one of nothing."""
-        return self.tickets[number % len(self.tickets)] if self.tickets and number < 8 else number
+        return self.attempt_ids[number % len(self.attempt_ids)] if self.attempt_ids and number < 8 else number
 
     def say(self, name: str, message: Any) -> None:
-        member = self.books.pool.get(name)
+        member = self.core.pool.get(name)
         if member is None:
             return
         try:
-            self.books.heard(member, message, self.now_s)
+            self.core.receive(member, message, self.now_s)
         except Unavailable:
-            self.books.lost(member, self.now_s)  # as the connection's handler does
+            self.core.remove_worker(member, self.now_s)  # as the connection's handler does
 
     def do(self, action: tuple[Any, ...]) -> None:
         match action:
             case ("join", join):
                 try:
-                    self.books.join(join, self.hear, self.now_s)
+                    self.core.join(join, self.hear, self.now_s)
                 except RequestRefused:
                     return
             case ("tokens", name, said):
-                told = [Piece(self.ticket(p.ticket), *list(astuple(p))[1:]) for p in said]
-                self.say(name, Tokens(tuple(told)))
+                told = [TurnTokens(self.attempt_id(p.attempt_id), *list(astuple(p))[1:]) for p in said]
+                self.say(name, TokensAdded(tuple(told)))
             case ("refused", name, number, fault):
-                self.say(name, Refused(self.ticket(number), fault))
+                self.say(name, TurnRefused(self.attempt_id(number), fault))
             case ("beat" | "ready", name, message):
                 self.say(name, message)
             case ("ask", number):
                 prompt_ids = (number, 1, 2)
-                self.books.ask(f"s{number}", prompt_ids, Sampling(max_tokens=4), Mailbox(), self.now_s)
+                self.core.ask(f"s{number}", prompt_ids, Sampling(max_tokens=4), TokenStream(), self.now_s)
             case ("publish", version, hash):
-                self.books.publish(NewVersion(version, "folder", hash=hash), self.now_s)
+                self.core.publish(NewVersion(version, "folder", hash=hash), self.now_s)
             case ("tick", passed_s):
                 self.now_s += passed_s
-                self.books.tick(self.now_s)
+                self.core.tick(self.now_s)
 
 
-def astuple(piece: Piece) -> tuple[Any, ...]:
-    return tuple(getattr(piece, name) for name in Piece.__struct_fields__)
+def astuple(piece: TurnTokens) -> tuple[Any, ...]:
+    return tuple(getattr(piece, name) for name in TurnTokens.__struct_fields__)
 
 
 @given(st.lists(actions, max_size=60))
@@ -124,28 +133,28 @@ def test_no_worker_can_stop_the_gateway_or_make_a_turn_that_cannot_be(story: lis
     world = Hostile()
     for action in story:
         world.do(action)
-        for session in world.books.trajectories:
+        for session in world.core.trajectories:
             for turn in session.turns:
                 produced = turn.produced
                 assert len(produced.token_ids) == len(produced.logprobs) <= 4
                 assert all(0 <= token_id < VOCABULARY for token_id in produced.token_ids)
                 assert all(math.isfinite(logprob) for logprob in produced.logprobs)
     for name in "abc":
-        member = world.books.pool.get(name)
+        member = world.core.pool.get(name)
         if member is not None:
-            world.books.lost(member, world.now_s)
+            world.core.remove_worker(member, world.now_s)
     world.now_s += 100.0
-    world.books.tick(world.now_s)
+    world.core.tick(world.now_s)
     honest: list[Turn] = []
-    version = world.books.pool.wanted_version or "0"
-    wanted = world.books.pool.wanted
+    version = world.core.pool.newest_version or "0"
+    wanted = world.core.pool.newest
     join = Join("honest", "dedicated", MODEL, version, 64, 100_000, 4096, hash=wanted.hash if wanted else "")
-    member = world.books.join(join, lambda said: honest.append(said) if isinstance(said, Turn) else None, world.now_s)
-    reader = Mailbox()
-    world.books.ask("afterwards", (1, 2, 3), Sampling(max_tokens=2), reader, world.now_s)
+    member = world.core.join(join, lambda said: honest.append(said) if isinstance(said, Turn) else None, world.now_s)
+    reader = TokenStream()
+    world.core.ask("afterwards", (1, 2, 3), Sampling(max_tokens=2), reader, world.now_s)
     for turn in honest:
         left = turn.request.sampling.max_tokens - len(turn.request.partial.token_ids)
-        piece = Piece(turn.ticket, (1,) * left, (-1.0,) * left, version, "length")
-        world.books.heard(member, Tokens((piece,)), world.now_s)
-    world.books.settle()
+        piece = TurnTokens(turn.attempt_id, (1,) * left, (-1.0,) * left, version, "length")
+        world.core.receive(member, TokensAdded((piece,)), world.now_s)
+    world.core.ledger.commit()
     assert reader._events and reader._events[-1].finish_reason == "length"

@@ -10,8 +10,7 @@ from tempfile import TemporaryDirectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose.observe.journal import Journal, Notes, read
-from rose.observe.records import Vocabulary
+from rose.observe.journal import Journal, Notes, RecordTypes, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Tree:
     by_name: dict[str, float] | None = None
 
 
-VOCABULARY = Vocabulary([Leaf, Tree])
+VOCABULARY = RecordTypes([Leaf, Tree])
 MOMENTS = st.floats(allow_nan=False, allow_infinity=False)
 LEAVES = st.builds(Leaf, name=st.text(max_size=10), share=st.floats(allow_nan=False), on=st.none() | st.booleans())
 TREES = st.builds(

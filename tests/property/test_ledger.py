@@ -22,17 +22,27 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rose.config.gateway import GatewaySettings
-from rose.coserve.mailbox import Mailbox
-from rose.coserve.messages import Fault
+from rose.api.faults import Fault
+from rose.api.worker_messages import (
+    CancelTurn,
+    Heartbeat,
+    Join,
+    NewVersion,
+    TokensAdded,
+    Turn,
+    TurnRefused,
+    TurnTokens,
+    VersionReady,
+)
+from rose.config.server_settings import GatewaySettings
 from rose.engines.base import Sampling
+from rose.engines.token_stream import TokenStream
 from rose.errors import QueueFull, RequestRefused, Unavailable
-from rose.rollout import turn_log
-from rose.rollout.books import Books
-from rose.rollout.ledger import Ledger
-from rose.rollout.messages import Beat, Cancel, Join, NewVersion, Piece, Refused, Tokens, Turn, VersionReady
-from rose.rollout.pool import Member
-from rose.rollout.sessions import Finish
+from rose.gateway import turn_log
+from rose.gateway.gateway_core import GatewayCore
+from rose.gateway.ledger import Ledger
+from rose.gateway.pool import PoolWorker
+from rose.gateway.sessions import Finish
 
 MODEL = "model"
 ANSWER_TOKENS = 6
@@ -47,7 +57,7 @@ def right(prompt_ids: tuple[int, ...], start: int, end: int) -> tuple[int, ...]:
     return tuple((sum(prompt_ids) * 31 + position * 7) % 101 for position in range(start, end))
 
 
-class Reader(Mailbox):
+class Reader(TokenStream):
     """Knows what it was told without waiting for it."""
 
     def told(self) -> tuple[tuple[int, ...], str | None]:
@@ -63,7 +73,7 @@ class Device:
 
     name: str
     version: str
-    member: Member | None = None
+    member: PoolWorker | None = None
     turns: dict[int, Turn] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
     wanted: NewVersion | None = None
@@ -72,10 +82,10 @@ class Device:
         match message:
             case Turn():
                 assert message.version in (None, self.version), "a turn for other weights"
-                self.turns[message.ticket] = message
-                self.done[message.ticket] = len(message.request.partial.token_ids)
-            case Cancel():
-                self.turns.pop(message.ticket, None)
+                self.turns[message.attempt_id] = message
+                self.done[message.attempt_id] = len(message.request.partial.token_ids)
+            case CancelTurn():
+                self.turns.pop(message.attempt_id, None)
             case NewVersion():
                 self.wanted = message
 
@@ -95,8 +105,8 @@ class Gateways(RuleBasedStateMachine):
         self.database = sqlite3.connect(":memory:", isolation_level=None)
         self.now_s = 0.0
         self.devices: dict[str, Device] = {}
-        self.former: list[tuple[Member, int]] = []  # members that are gone, with a ticket that they had
-        self.tickets: set[int] = set()
+        self.former: list[tuple[PoolWorker, int]] = []  # members that are gone, with a attempt_id that they had
+        self.attempt_ids: set[int] = set()
         self.published: list[str] = []
         self.acknowledged: list[str] = []
         self.prompts: dict[str, tuple[int, ...]] = {}
@@ -105,15 +115,15 @@ class Gateways(RuleBasedStateMachine):
         self.finished: dict[str, Finish] = {}
         self.batches: dict[int, Any] = {}
         self.taken: set[int] = set()
-        self.books = self.open()
+        self.core = self.open()
         for name in NAMES[:4]:
             self.begin(name)
-        self.books.settle()
+        self.core.ledger.commit()
         for name in "xy":
             self.join(name, 2, True)
 
-    def open(self) -> Books:
-        return Books(MODEL, self.settings, Ledger(None, MODEL, connection=self.database), now_s=self.now_s)
+    def open(self) -> GatewayCore:
+        return GatewayCore(MODEL, self.settings, Ledger(None, MODEL, connection=self.database), now_s=self.now_s)
 
     # The gateway
 
@@ -123,23 +133,23 @@ class Gateways(RuleBasedStateMachine):
         names = list(self.devices) if rejoin else []
         for device in self.devices.values():
             assert device.member is not None
-            self.former += [(device.member, ticket) for ticket in device.turns]
+            self.former += [(device.member, attempt_id) for attempt_id in device.turns]
         self.devices, self.readers = {}, []
-        self.books = self.open()
-        for session in self.books.trajectories:
+        self.core = self.open()
+        for session in self.core.trajectories:
             for turn in session.turns:
                 ids = tuple(turn.produced.token_ids)
                 assert ids == right(turn.prompt_ids, 0, len(ids)), "what was durable is whole"
                 assert turn.is_running == (turn.finish_reason is None and not turn.is_stopped)
         order: list[str | None] = [None, *self.published]
         least = order.index(self.acknowledged[-1]) if self.acknowledged else 0
-        assert order.index(self.books.pool.wanted_version) >= least, "a version that was acknowledged is forgotten"
+        assert order.index(self.core.pool.newest_version) >= least, "a version that was acknowledged is forgotten"
         for name in names:
             self.join(name, 2, True)
 
     @rule()
     def settle(self) -> None:
-        self.books.settle()
+        self.core.ledger.commit()
 
     @rule(seconds=st.sampled_from([0.1, 0.25, 0.9]))
     def tick(self, seconds: float) -> None:
@@ -147,7 +157,7 @@ class Gateways(RuleBasedStateMachine):
         self.now_s += seconds
         for device in self.devices.values():
             self.beat(device)
-        self.books.tick(self.now_s)
+        self.core.tick(self.now_s)
 
     # Members
 
@@ -157,10 +167,10 @@ class Gateways(RuleBasedStateMachine):
             return
         version = self.published[-1] if self.published and is_new else "old"
         device = Device(name, version)
-        device.member = self.books.pool.join(
+        device.member = self.core.pool.join(
             Join(name, "dedicated", MODEL, version, seats, 1000, 500), device.hear, self.now_s
         )
-        self.books.joined(device.member, self.now_s)
+        self.core.on_joined(device.member, self.now_s)
         self.devices[name] = device
 
     @rule(name=st.sampled_from("xyz"), is_silent=st.booleans())
@@ -170,9 +180,9 @@ class Gateways(RuleBasedStateMachine):
         if device is None:
             return
         assert device.member is not None
-        self.former += [(device.member, ticket) for ticket in device.turns]
+        self.former += [(device.member, attempt_id) for attempt_id in device.turns]
         if not is_silent:
-            self.books.lost(device.member, self.now_s)
+            self.core.remove_worker(device.member, self.now_s)
             return
         for _ in range(8):
             self.tick(0.9)
@@ -189,42 +199,46 @@ class Gateways(RuleBasedStateMachine):
             return
         assert device.member is not None
         pieces = []
-        for ticket in list(device.turns):
-            pieces.append(self.piece(device, ticket, count, how == "abort"))
-        self.hear(device.member, Tokens(tuple(pieces)))
+        for attempt_id in list(device.turns):
+            pieces.append(self.piece(device, attempt_id, count, how == "abort"))
+        self.hear(device.member, TokensAdded(tuple(pieces)))
         if how == "refuse" and device.turns:
-            ticket = min(device.turns)
-            del device.turns[ticket]
-            self.hear(device.member, Refused(ticket, Fault("Unavailable", "not now")))
+            attempt_id = min(device.turns)
+            del device.turns[attempt_id]
+            self.hear(device.member, TurnRefused(attempt_id, Fault("Unavailable", "not now")))
 
-    def piece(self, device: Device, ticket: int, count: int, is_abort: bool) -> Piece:
-        prompt_ids, start = device.turns[ticket].request.prompt_ids, device.done[ticket]
+    def piece(self, device: Device, attempt_id: int, count: int, is_abort: bool) -> TurnTokens:
+        prompt_ids, start = device.turns[attempt_id].request.prompt_ids, device.done[attempt_id]
         end = min(ANSWER_TOKENS, start + count)
-        device.done[ticket] = end
+        device.done[attempt_id] = end
         is_end = end == ANSWER_TOKENS
         reason: Any = "length" if is_end else "abort" if is_abort else None
         if reason is not None:
-            del device.turns[ticket]
+            del device.turns[attempt_id]
         ids = right(prompt_ids, start, end)
-        return Piece(ticket, ids, tuple(-1.0 / (1 + token_id) for token_id in ids), device.version, reason)
+        return TurnTokens(attempt_id, ids, tuple(-1.0 / (1 + token_id) for token_id in ids), device.version, reason)
 
     @precondition(lambda self: self.former)
     @rule(data=st.data(), is_beat=st.booleans())
     def speak_too_late(self, data: Any, is_beat: bool) -> None:
         """Of an expired lease, or of another life."""
-        member, ticket = data.draw(st.sampled_from(self.former))
-        self.hear(member, Tokens((Piece(ticket, (POISON,), (-1.0,), "old", "length"),)))
+        member, attempt_id = data.draw(st.sampled_from(self.former))
+        self.hear(member, TokensAdded((TurnTokens(attempt_id, (POISON,), (-1.0,), "old", "length"),)))
         others = [device.member for device in self.devices.values() if device.member is not None]
         for other in others:
-            self.hear(other, Tokens((Piece(ticket, (POISON,), (-1.0,), other.version, "length"),)))
+            self.hear(
+                other, TokensAdded((TurnTokens(attempt_id, (POISON,), (-1.0,), other.weights.version, "length"),))
+            )
 
     @rule(speaker=st.sampled_from("xyz"), name=st.sampled_from("xyz"))
     def speak_of_anothers_turn(self, speaker: str, name: str) -> None:
         if speaker != name and speaker in self.devices and name in self.devices:
             member = self.devices[speaker].member
             assert member is not None
-            for ticket in self.devices[name].turns:
-                self.hear(member, Tokens((Piece(ticket, (POISON,), (-1.0,), member.version, "length"),)))
+            for attempt_id in self.devices[name].turns:
+                self.hear(
+                    member, TokensAdded((TurnTokens(attempt_id, (POISON,), (-1.0,), member.weights.version, "length"),))
+                )
 
     @rule(name=st.sampled_from("xyz"))
     def run_other_weights(self, name: str) -> None:
@@ -233,16 +247,16 @@ class Gateways(RuleBasedStateMachine):
         if device is None or not device.turns or not self.published:
             return
         assert device.member is not None
-        ticket = min(device.turns)
+        attempt_id = min(device.turns)
         if self.settings.max_staleness == 0 or device.version != "stale":
-            self.hear(device.member, Tokens((Piece(ticket, (POISON,), (-1.0,), "stale", None),)))
+            self.hear(device.member, TokensAdded((TurnTokens(attempt_id, (POISON,), (-1.0,), "stale", None),)))
 
-    def hear(self, member: Member, message: Any) -> None:
-        self.books.heard(member, message, self.now_s)
+    def hear(self, member: PoolWorker, message: Any) -> None:
+        self.core.receive(member, message, self.now_s)
 
     def beat(self, device: Device) -> None:
         assert device.member is not None
-        self.hear(device.member, Beat(len(device.turns), 0, 0, 1000, device.version, True))
+        self.hear(device.member, Heartbeat(len(device.turns), 0, 0, 1000, device.version, True))
 
     # Trainer
 
@@ -250,8 +264,8 @@ class Gateways(RuleBasedStateMachine):
     def publish(self) -> None:
         name = f"v{len(self.published)}"
         self.published.append(name)
-        self.books.publish(NewVersion(name, "folder"), self.now_s)
-        self.books.ledger.then(lambda trouble: self.acknowledged.append(name))
+        self.core.publish(NewVersion(name, "folder"), self.now_s)
+        self.core.ledger.when_durable(lambda trouble: self.acknowledged.append(name))
 
     @rule(name=st.sampled_from("xyz"))
     def take_version(self, name: str) -> None:
@@ -266,19 +280,21 @@ class Gateways(RuleBasedStateMachine):
     def take_batch(self, groups: int, is_taken: bool) -> None:
         after = max(self.batches, default=0)
         if after and not is_taken and after not in self.taken:
-            assert self.books.batch(groups, after - 1) == self.batches[after], "the same, as often as it is asked for"
+            assert self.core.trajectories.batch(groups, after - 1) == self.batches[after], (
+                "the same, as often as it is asked for"
+            )
             return
         self.taken.add(after)
-        batch = self.books.batch(groups, after)
+        batch = self.core.trajectories.batch(groups, after)
         if batch is not None:
-            self.books.ledger.then(lambda trouble: self.batches.__setitem__(batch.batch, batch))
+            self.core.ledger.when_durable(lambda trouble: self.batches.__setitem__(batch.batch, batch))
 
     # Environments
 
     @rule(name=st.sampled_from(NAMES))
     def begin(self, name: str) -> None:
-        self.books.begin(name, self.now_s, group=name[0], group_size=GROUP_SIZE, seed=1)
-        self.books.ledger.then(lambda trouble: self.begun.add(name))
+        self.core.trajectories.begin(name, self.now_s, group=name[0], group_size=GROUP_SIZE, seed=1)
+        self.core.ledger.when_durable(lambda trouble: self.begun.add(name))
 
     @rule(data=st.data(), whole=st.booleans())
     def ask(self, data: Any, whole: bool) -> None:
@@ -289,13 +305,13 @@ class Gateways(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(open_ones))
         prompt_ids = self.prompts.setdefault(name, (NAMES.index(name), 1))
         reader = Reader()
-        session = self.books.trajectories.get(name)
+        session = self.core.trajectories.get(name)
         if session is None or session.finish is not None:  # the word that it has finished is not out yet
             with pytest.raises(RequestRefused, match="has finished"):
-                self.books.ask(name, prompt_ids, SAMPLING, reader, self.now_s, whole=whole)
+                self.core.ask(name, prompt_ids, SAMPLING, reader, self.now_s, whole=whole)
             return
         try:
-            self.books.ask(name, prompt_ids, SAMPLING, reader, self.now_s, whole=whole)
+            self.core.ask(name, prompt_ids, SAMPLING, reader, self.now_s, whole=whole)
         except QueueFull:
             refused = [turn for turn in session.turns if turn.prompt_ids == prompt_ids]
             assert all(turn.produced for turn in refused), "a turn that was refused leaves nothing behind"
@@ -326,47 +342,47 @@ class Gateways(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.begun)))
         finish = self.finished.get(name, Finish(reward))
         try:
-            self.books.finish(name, finish, self.now_s)
+            self.core.finish(name, finish, self.now_s)
         except RequestRefused:
             assert name not in self.finished, "what was acknowledged is not forgotten"
             finish = Finish(1.0 - reward)
-            self.books.finish(name, finish, self.now_s)
-        self.books.ledger.then(lambda trouble: self.finished.setdefault(name, finish))
+            self.core.finish(name, finish, self.now_s)
+        self.core.ledger.when_durable(lambda trouble: self.finished.setdefault(name, finish))
 
     # What always holds
 
     @invariant()
     def no_ticket_is_used_twice(self) -> None:
-        if not hasattr(self, "books"):
+        if not hasattr(self, "core"):
             return
         for device in self.devices.values():
-            for ticket, turn in device.turns.items():
+            for attempt_id, turn in device.turns.items():
                 partial = turn.request.partial.token_ids
                 assert partial == right(turn.request.prompt_ids, 0, len(partial)), "only what was really produced"
-                assert all(ticket != other for _, other in self.former)
+                assert all(attempt_id != other for _, other in self.former)
 
     @invariant()
     def turns_run_within_the_bound(self) -> None:
-        if not hasattr(self, "books") or not self.published:
+        if not hasattr(self, "core") or not self.published:
             return
-        allowed = self.books.pool.published
+        allowed = self.core.pool.published
         versions = {version.version for version in allowed}
         assert len(versions) <= self.settings.max_staleness + 1
         for device in self.devices.values():
             member = device.member
             assert member is not None
-            assert self.books.pool.view(member).is_open <= (not versions or member.version in versions)
+            assert self.core.pool.view(member).is_open <= (not versions or member.weights.version in versions)
 
     def teardown(self) -> None:
         """Everything is played to its end: each trajectory comes out once, with the right tokens."""
-        if not hasattr(self, "books"):
+        if not hasattr(self, "core"):
             return
         turn_log.ROWS_KEPT = ROWS_KEPT
         self.crash(rejoin=False)
         self.finish_all()
         seen: dict[str, int] = {}
-        while (batch := self.books.batch(1, max(self.batches, default=0))) is not None:
-            self.books.settle()
+        while (batch := self.core.trajectories.batch(1, max(self.batches, default=0))) is not None:
+            self.core.ledger.commit()
             self.batches[batch.batch] = batch
         for batch in self.batches.values():
             for group in batch.groups:
@@ -381,16 +397,16 @@ class Gateways(RuleBasedStateMachine):
     def finish_all(self) -> None:
         for name in NAMES:
             self.begin(name)
-            self.books.settle()
+            self.core.ledger.commit()
             if name not in self.finished:
-                session = self.books.trajectories.get(name)
+                session = self.core.trajectories.get(name)
                 assert session is not None, f"{name} was lost"
                 finish = session.finish or Finish(0.5)
-                self.books.finish(name, finish, self.now_s)
+                self.core.finish(name, finish, self.now_s)
                 self.finished[name] = finish
             else:
-                self.books.finish(name, self.finished[name], self.now_s)
-        self.books.settle()
+                self.core.finish(name, self.finished[name], self.now_s)
+        self.core.ledger.commit()
 
 
 def test_a_gateway_that_is_killed_at_any_moment_loses_and_doubles_nothing() -> None:

@@ -1,12 +1,12 @@
-"""Whatever the demand does: caps hold, and nothing is borrowed and given back in quick turns."""
+"""For any demand the caps hold, and nothing is borrowed and returned in quick succession."""
 
 from __future__ import annotations
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rose.core.pacing import Pacer, PacingRules
 from rose.core.provision import Borrow, Demand, DeviceView, Provision, ProvisionRules
+from rose.core.stalls import Pacer, PacingRules
 
 NAMES = [f"d{number}" for number in range(6)]
 SECOND = st.tuples(
@@ -47,10 +47,10 @@ def test_caps_hold_and_nothing_flaps(seconds, serving_max: int) -> None:
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 40)), min_size=1, max_size=30), st.integers(1, 8))
 def test_re_routed_turns_never_come_faster_than_the_pace_and_all_come(steps, workers: int) -> None:
     pacer, now_s, waiting, placed = Pacer(PacingRules(burst_turns=2)), 0.0, 0, []
-    pacer.survivors(workers, 10.0)
+    pacer.set_capacity(workers, 10.0)
     for pause_s, evicted in steps:
         now_s += pause_s
-        pacer.evicted(evicted, now_s)
+        pacer.on_evicted(evicted, now_s)
         waiting += evicted
         while waiting and pacer.may_place(now_s, True):
             waiting, placed = waiting - 1, [*placed, now_s]

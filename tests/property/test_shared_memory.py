@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from rose.core.memory import Holder, MemoryLimits, MemoryPolicy, MemorySampled, Regrowth, SetRolloutBudget, victims
-from rose.coserve.pages import PagePool, PageShare, VirtualRange, group_of
+from rose.device.pages import PagePool, PageShare, VirtualRange, group_of
 from rose.engines.blocks import BlockPool, block_digest, root_digest
 
 PAGE_BYTES = 4096

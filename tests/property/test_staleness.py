@@ -1,4 +1,4 @@
-"""Whatever order groups end in: no token is trained on that is older than the bound, and nothing counts twice."""
+"""In any order no token older than the bound is trained on, and nothing counts twice."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Stream(RuleBasedStateMachine):
         member = data.draw(st.integers(0, self.rules.size - 1))
         is_new = member not in self.members[group]
         self.members[group].add(member)
-        fate = self.stream.lost(group, member) if is_lost else self.stream.finished(group, member, reward)
+        fate = self.stream.on_lost(group, member) if is_lost else self.stream.on_finished(group, member, reward)
         assert fate is None or is_new
         if isinstance(fate, Keep):
             self.over[group] = fate
@@ -104,7 +104,7 @@ class Stream(RuleBasedStateMachine):
         group = data.draw(st.sampled_from(sorted(self.over)))
         members = self.over.pop(group).members
         came = [self.trajectory(group, member) for member in members[: 1 if is_torn else None]]
-        lost = self.stream.arrived(group, came)
+        lost = self.stream.on_arrived(group, came)
         assert (lost is not None) == is_torn
         if lost is not None:
             self.note(lost)
@@ -130,7 +130,7 @@ class Stream(RuleBasedStateMachine):
 
     @rule(late=st.integers(0, 2))
     def reach(self, late):
-        self.stream.reached(self.stream.taken - late)
+        self.stream.on_reached(self.stream.taken - late)
 
     @invariant()
     def bounded(self):
@@ -151,7 +151,7 @@ class Stream(RuleBasedStateMachine):
         self.counted[fate] += 1
 
 
-def test_the_books_of_an_asynchronous_job():
+def test_the_counts_of_an_asynchronous_job():
     run_state_machine_as_test(Stream)
 
 

@@ -22,16 +22,16 @@ from hypothesis.stateful import (
 )
 from tests.contract.kinds import EngineKind, Output, ask, collect, embedded_kind, first_core
 
-from rose.config.device import EngineSettings
+from rose.config.server_settings import EngineSettings
 from rose.core.memory import MemoryPolicy
-from rose.coserve import tenancy
-from rose.coserve.pages import PagePool
-from rose.coserve.tenancy import SharedMemory
+from rose.device import tenancy
+from rose.device.pages import PagePool
+from rose.device.tenancy import SharedMemory
 from rose.engines.base import Budget, Request
 from rose.engines.embedded.engine import EmbeddedEngine
-from rose.engines.embedded.memory import block_bytes
+from rose.engines.embedded.runner import block_bytes
 from rose.errors import RequestRefused, Unavailable
-from rose.models.folder import served_spec
+from rose.models.model_folder import served_spec
 from rose.models.presets import write_preset
 
 PAGES, PAGE_BLOCKS = 10, 4
@@ -104,7 +104,7 @@ class TenantsHold(RuleBasedStateMachine):
 
     @rule()
     def blocks_move_together(self) -> None:
-        self.memory._gather_for(self.memory.rollout.memory.pool.pages_held)
+        self.memory.gather(self.engines["rollout"].scheduler, self.memory.rollout.memory.pool.pages_held)
 
     @rule(seconds=st.sampled_from([1, 20, 40]))
     def time_passes(self, seconds: int) -> None:

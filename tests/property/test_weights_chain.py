@@ -19,17 +19,17 @@ from tests.contract.faulty_relay import Fault, FaultyRelay
 
 from rose.core.versions import VersionId
 from rose.errors import RoseError
-from rose.weights.chain import Folder, Names, Patience
+from rose.weights.chain import Folder, Names, RetryPolicy
 from rose.weights.layouts import Rule, row_shards, tensor_parallel, whole
-from rose.weights.relay.base import KeyExists
 from rose.weights.relay.filesystem import FilesystemRelay
-from rose.weights.relay.memory import MemoryRelay
+from rose.weights.relay.memory_relay import MemoryRelay
+from rose.weights.relay.relay_base import KeyExists
 
 RULES = {"embed": Rule(0, 12, 12), "up": Rule(1, 3)}
 LAYOUTS = [[whole(TENSORS)], tensor_parallel(TENSORS, RULES, 2), row_shards([whole(TENSORS)], 3)]
 FAULTS = [Fault.NONE, Fault.REQUEST_LOST, Fault.REPLY_LOST, Fault.LATE, Fault.CORRUPT]
-ONCE = Patience(limit_s=0.0)
-STUBBORN = Patience(limit_s=1.0, first_wait_s=0.0, wait_s_max=0.0)
+ONCE = RetryPolicy(limit_s=0.0)
+STUBBORN = RetryPolicy(limit_s=1.0, first_wait_s=0.0, wait_s_max=0.0)
 
 
 class Chains(RuleBasedStateMachine):
@@ -53,7 +53,7 @@ class Chains(RuleBasedStateMachine):
     def _new_trainer(self) -> Trainer:
         share, self.fault_share = self.fault_share, 0.0
         self.now_s += 1  # between two trainers some time passes
-        options = {"workers": LAYOUTS, "patience": STUBBORN, "piece_elements_max": 20}
+        options = {"workers": LAYOUTS, "retry": STUBBORN, "chunk_elements_max": 20}
         trainer = Trainer(self.relay, at_least=self.now_s, **options)
         self.fault_share = share
         return trainer
@@ -90,7 +90,7 @@ class Chains(RuleBasedStateMachine):
     @rule(layout=st.sampled_from(LAYOUTS), rank=st.integers(0, 2))
     def join(self, layout, rank):
         if len(self.members) < 4:
-            member = Member(self.relay, holdings=layout[rank % len(layout)], patience=ONCE)
+            member = Member(self.relay, placements=layout[rank % len(layout)], retry=ONCE)
             self.members.append((member, None))
 
     @rule(index=st.integers(0, 3))
@@ -107,7 +107,7 @@ class Chains(RuleBasedStateMachine):
             target = member.sync()
         except RoseError:
             assert self.fault_share or self.has_lost
-            self.members[index] = (member, None)  # a shadow under way: it may hold anything, and never runs
+            self.members[index] = (member, None)  # a staging under way: it may hold anything, and never runs
             return
         if target is not None:
             self.members[index] = (member, target)
@@ -139,7 +139,7 @@ class Chains(RuleBasedStateMachine):
     def who_arrived_holds_what_was_published(self):
         for member, held in getattr(self, "members", []):
             if held is not None:
-                assert equal(member.arrays, shard(self.published[held], member.holdings)), held
+                assert equal(member.arrays, shard(self.published[held], member.placements)), held
 
     def teardown(self):
         if not hasattr(self, "trainer"):
@@ -149,12 +149,12 @@ class Chains(RuleBasedStateMachine):
         self._publish(anchor=False)
         if not self.trainer.writer.check_relay():
             self.trainer.republish()
-        joined = [Member(self.relay, holdings=layout[-1]) for layout in LAYOUTS]
+        joined = [Member(self.relay, placements=layout[-1]) for layout in LAYOUTS]
         newest = VersionId(self.trainer.writer.epoch, self.step)
         for member in [*joined, *(member for member, _ in self.members)]:
             member.reader.refused.clear()
             assert member.sync() == newest
-            assert equal(member.arrays, shard(self.weights, member.holdings))
+            assert equal(member.arrays, shard(self.weights, member.placements))
 
 
 @pytest.mark.parametrize("where", ["memory", "filesystem"])

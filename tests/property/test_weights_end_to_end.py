@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tests.contract.chain_ends import QUICK, RUN, equal
-from tests.contract.relays import SECRET, FolderStore, Store, TcpStore
+from tests.contract.relays import SECRET, FolderStore, HttpStore, Store
 
 from rose.core.versions import VersionId
 from rose.weights.manifest import Fenced
@@ -28,8 +28,8 @@ from rose.weights.receive import Receiver
 from rose.weights.relay.filesystem import FilesystemRelay
 
 SHAPES = {"embed": (23, 16), "up": (40, 16), "norm": (16,)}
-KINDS = [Store, FolderStore, TcpStore]
-SHARES = {"memory": 0.5, "filesystem": 0.1, "tcp": 0.04}  # of the profile's examples
+KINDS = [Store, FolderStore, HttpStore]
+SHARES = {"memory": 0.5, "filesystem": 0.1, "http": 0.04}  # of the profile's examples
 STEPS = 30  # of each
 
 
@@ -59,11 +59,11 @@ class Cluster(RuleBasedStateMachine):
             self.relay,
             run=RUN,
             secret=SECRET,
-            patience=QUICK,
+            retry=QUICK,
             after_epoch=after_epoch,
             anchor_every=4,
             keep_versions=3,
-            piece_elements_max=250,
+            chunk_elements_max=250,
             bucket_dense_bytes=800,
         )
 
@@ -102,9 +102,9 @@ class Cluster(RuleBasedStateMachine):
         self.is_lost = False
 
     @precondition(lambda self: len(self.workers) < 3)
-    @rule(slots=st.sampled_from([1, 2]))
-    def join(self, slots):
-        self.workers.append(Receiver(self.relay, RUN, secret=SECRET, slots=slots, patience=QUICK))
+    @rule(buffers=st.sampled_from([1, 2]))
+    def join(self, buffers):
+        self.workers.append(Receiver(self.relay, RUN, secret=SECRET, buffers=buffers, retry=QUICK))
 
     @precondition(lambda self: self.workers)
     @rule(which=st.integers(0, 2), install=st.booleans())
@@ -117,8 +117,8 @@ class Cluster(RuleBasedStateMachine):
         if install:
             worker.installed(received)
             self.running[id(worker)] = received
-        elif worker._slot_count == 1:
-            self.running.pop(id(worker), None)  # its only slot was written over
+        elif worker._buffer_count == 1:
+            self.running.pop(id(worker), None)  # its only buffer was written over
 
     @precondition(lambda self: self.workers)
     @rule(which=st.integers(0, 2))
@@ -127,7 +127,7 @@ class Cluster(RuleBasedStateMachine):
 
     def check(self, received):
         hash_, weights = self.history[received.version]
-        from rose.models.bits import to_bf16
+        from rose.models.tensors import to_bf16
 
         assert received.hash == hash_
         assert equal(received.tensors, {name: to_bf16(array) for name, array in weights.items()})
@@ -136,7 +136,7 @@ class Cluster(RuleBasedStateMachine):
     def what_runs_is_a_published_version(self):
         for worker in getattr(self, "workers", []):
             received = self.running.get(id(worker))
-            if received is not None and worker._slot_count == 2:
+            if received is not None and worker._buffer_count == 2:
                 self.check(received)
 
     def teardown(self):

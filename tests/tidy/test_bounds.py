@@ -17,25 +17,34 @@ import msgspec
 import msgspec.inspect as inspect
 import pytest
 
+from rose.run.run_records import KINDS
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "rose"
 
 # Decoders whose type is an argument: the types that are passed there.
 PASSED = {
-    "rose.engines.vllm.desk": ["rose.engines.vllm.desk:Control", "rose.engines.vllm.desk:Status"],
-    "rose.weights.manifest": [f"rose.weights.manifest:{kind}" for kind in ("Manifest", "Part", "Claim")],
-    "rose.front.bodies": [],  # its `BodyReader` is found by name
+    "rose.vllm.control_segment": [
+        "rose.vllm.control_segment:EngineControl",
+        "rose.vllm.control_segment:Status",
+    ],
+    "rose.weights.manifest": [f"rose.weights.manifest:{kind}" for kind in ("Manifest", "RankManifest", "Claim")],
+    "rose.run.run_records": [f"rose.run.run_records:{kind.__name__}" for kind in KINDS.values()],
+    "rose.openai.request_parsing": [],  # its `BodyReader` is found by name
 }
 # A whole message is bounded before it is decoded, and nothing is done per item: why is said there.
 EXEMPT = {
-    "rose.coserve.messages:Command": "of the same user's process: the peer's uid is checked, frames are bounded",
-    "rose.coserve.messages:Event": "the same, in the other direction",
-    "rose.rollout.client:Batch": "of the trainer's own gateway, which bounded every part of it when it came in",
+    "rose.device.engine_messages:Command": "of the same user's process: the peer's uid is checked, frames are bounded",
+    "rose.device.engine_messages:Event": "the same, in the other direction",
+    "rose.client:Batch": "of the trainer's own gateway, which bounded every part of it when it came in",
+    "rose.config.loading:annotation": "the operator's own settings: FILE_BYTES_MAX, and `_violation` checks the limits",
     "rose.engines.profiles:dict[str, Any]": "PROFILE_BYTES_MAX; its keys are checked, its values are StepProfile",
     "rose.observe.journal:_Line": "LINE_BYTES_MAX; read by `rose journal` only, and the records are checked one by one",
-    "rose.observe.records:self._types[kind]": "facts of the core, which may be infinite; integers have 64 bits",
-    "rose.front.bodies:dict[str, msgspec.Raw]": "only the keys are looked at; structure.py has bounded their number",
-    "rose.front.rollouts:RolloutFront": "comes from the process that started it, which has checked the settings",
+    "rose.observe.journal:self._types[kind]": "facts of the core, which may be infinite; integers have 64 bits",
+    "rose.openai.request_parsing:dict[str, msgspec.Raw]": "only keys are read; their number was bounded before",
+    "rose.run.trainer_rank:Order": "of rank 0 of the same trainer, which it follows in everything; WORD_BYTES_MAX",
+    "rose.run.trainer_rank:RankPlan": "comes from the process that started it, which has checked the settings",
+    "rose.device.rollout_front:RolloutFront": "comes from the process that started it, which has checked the settings",
 }
 
 

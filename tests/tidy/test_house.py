@@ -141,6 +141,22 @@ def test_a_silent_test_is_found_and_a_helper_that_checks_is_seen(tmp_path, monke
     assert _silent_tests(sorted(tmp_path.iterdir())) == ["test_it.py test_silent"]
 
 
-@pytest.mark.parametrize("target", ["run", "test", "test-all", "bench", "check", "soak", "venv", "venv-vllm", "help"])
+TARGETS = (
+    "run",
+    "test",
+    "test-all",
+    "bench",
+    "check",
+    "soak",
+    "venv",
+    "venv-vllm",
+    "venv-sglang",
+    "venv-ray",
+    "test-ray",
+    "help",
+)
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_makefile_has_every_target(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -1,8 +1,9 @@
 """Every test runs in some target of the Makefile on a fresh checkout.
 
-Targets select by marker: `make test` what is neither slow nor vllm, `make test-slow` what is slow, `make test-vllm`
-what is vllm. A test that is skipped because a package is missing runs nowhere if the target that selects it does not
-install the package. Such a test states its need by tests/needs.py, which marks it slow; `make test-slow` installs it.
+Targets select by marker: `make test` what is neither slow nor of another engine, `make test-slow` what is slow and not
+long, `make test-long` what is long, `make test-vllm` and `make test-sglang` what is of that engine. A test that is
+skipped because a package is missing runs nowhere if the target that selects it does not install the package. Such a
+test states its need by tests/needs.py, which marks it slow; `make test-slow` installs it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import pytest_make_parametrize_id
 from tests.needs import EXTRAS, marks
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +33,7 @@ def name_of(requirement: str) -> str:
 
 # What `make venv` installs: it is there in every target.
 ALWAYS = {name_of(found) for found in [*PROJECT["dependencies"], *OPTIONAL["dev"], *OPTIONAL["fast"], "torch", "numba"]}
+ENGINES = ("vllm", "sglang")
 IN_SLOW = {name for names in EXTRAS.values() for name in names}
 
 
@@ -55,18 +58,29 @@ def test_what_slow_tests_need_is_installed_by_their_target(extra: str) -> None:
 
 def test_the_targets_select_every_test_by_its_markers() -> None:
     quick, slow = (re.findall(r'-m "([a-z ]+)"', run_by(target)) for target in ("test", "test-slow"))
-    assert quick == ["not slow and not vllm"] * 2 and "slow and not vllm" in slow
-    assert "-m vllm tests/vllm" in run_by("test-vllm")
-    assert "--ignore=tests/e2e" in recipes()["test"][1] and '" tests/e2e ' in recipes()["test"][1]
+    assert (
+        quick == ["not slow and not vllm and not sglang"] * 2
+        and "slow and not long and not vllm and not sglang" in slow
+    )
+    assert "-m long " in run_by("test-long") and "test-long" in recipes()["test-all"][0]
+    for engine in ENGINES:
+        assert f"-m {engine} tests/{engine}" in run_by(f"test-{engine}")
+    assert "--ignore=tests/integration" in recipes()["test"][1] and '" tests/integration ' in recipes()["test"][1]
     assert (ROOT / ".ci" / "run").read_text().count("make check test test-slow") == 1
 
 
-def test_tests_of_vllm_are_where_their_target_looks() -> None:
-    marked = {
-        path for path in TESTS if re.search(r"mark\.vllm\b", path.read_text()) and path.name != Path(__file__).name
-    }
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tests_of_an_engine_are_where_their_target_looks(engine: str) -> None:
+    mark = re.compile(rf"mark\.{engine}\b")
+    marked = {path for path in TESTS if mark.search(path.read_text()) and path.name != Path(__file__).name}
     assert marked
-    assert all(path.is_relative_to(ROOT / "tests" / "vllm") for path in marked)
+    assert all(path.is_relative_to(ROOT / "tests" / engine) for path in marked)
+
+
+def test_tests_on_ray_run_in_their_target() -> None:
+    marked = {path for path in TESTS if re.search(r"mark\.ray\b", path.read_text())} - {Path(__file__)}
+    assert marked == {ROOT / "tests" / "integration" / "test_run_ray.py"}
+    assert "-m ray tests/integration/test_run_ray.py" in run_by("test-ray") and ".[ray,dev,fast]" in run_by("venv-ray")
 
 
 def functions(tree: ast.AST) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
@@ -97,3 +111,9 @@ def test_a_package_that_a_test_cannot_do_without_is_installed_by_its_target(path
             assert package in ALWAYS or is_slow or not is_test, (
                 f"line {node.lineno}: {package} is there in test-slow only"
             )
+
+
+def test_names_of_tests_hold_no_bytes() -> None:
+    """Workers of one run collect apart, and the header that gzip writes has the time in it."""
+    assert pytest_make_parametrize_id(b"\x1f\x8b", "body") == "body"
+    assert pytest_make_parametrize_id("text", "body") is None

@@ -8,11 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rose.api.requests import TurnAnswer, TurnSampling, VersionSpan
+from rose.api.trajectories import Batch, BeginBody, FinishBody, FinishedGroup
 from rose.core.trajectory import NO_VERSION, Trajectory
-from rose.envs.play import Answer, TurnSampling, VersionSpan
-from rose.models.folder import ModelFolder
-from rose.rollout.trainer_routes import BeginBody, FinishBody
-from rose.rollout.trajectories import Batch, FinishedGroup
+from rose.models.model_folder import ModelFolder
 
 
 class FakeGateway:
@@ -44,12 +43,12 @@ class FakeGateway:
         return name
 
     def trajectory(self, name: str, priority: int = 0) -> Any:
-        async def generate(token_ids: Sequence[int], sampling: TurnSampling) -> Answer:
+        async def generate(token_ids: Sequence[int], sampling: TurnSampling) -> TurnAnswer:
             await self.pause(name)
             word = random.Random(f"{sampling.seed}/{len(token_ids)}").choice(("Right", "Down"))
             end = self._tokenizer.encode("<|im_end|>", add_special_tokens=False)
             ids = [*self._tokenizer.encode(f"<answer>{word}</answer>", add_special_tokens=False), *end]
-            answer = Answer(tuple(ids), (-0.5,) * len(ids), (VersionSpan(self.version, 0, len(ids)),), "stop")
+            answer = TurnAnswer(tuple(ids), (-0.5,) * len(ids), (VersionSpan(self.version, 0, len(ids)),), "stop")
             self._keep(name, token_ids, answer)
             return answer
 
@@ -80,7 +79,7 @@ class FakeGateway:
         found = [replace(self._turns[member], reward=self._finished[member].reward) for member in whole]
         return FinishedGroup(name, "", tuple(self.tamper(found)), len(self._groups[name]) - len(whole))
 
-    def _keep(self, name: str, prompt: Sequence[int], answer: Answer) -> None:
+    def _keep(self, name: str, prompt: Sequence[int], answer: TurnAnswer) -> None:
         """One more turn behind what was written before, if the prompt goes on from there."""
         ids = (*prompt, *answer.token_ids)
         before = self._turns.get(name)

@@ -1,4 +1,4 @@
-"""Virtual time jumps exactly to the next timer, always takes the same turns, and says who waits for ever."""
+"""Virtual time jumps exactly to the next timer, is deterministic, and reports deadlocks."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_cancelled_timer_does_not_move_time():
     assert clock.now_s() == 3.0
 
 
-def test_waiting_for_ever_is_an_error_that_names_who_waits():
+def test_a_deadlock_names_the_waiting_tasks():
     async def waits_for_nobody() -> None:
         await asyncio.Event().wait()
 
@@ -142,7 +142,7 @@ def test_what_is_left_running_is_cancelled_in_order():
     assert clock.now_s() == 1.0
 
 
-def test_an_error_comes_out_as_it_is():
+def test_errors_propagate_unchanged():
     async def fails() -> None:
         raise KeyError("mine")
 

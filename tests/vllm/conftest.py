@@ -1,7 +1,6 @@
-"""What these tests need: an interpreter with vLLM, two tiny models, and boards of their own.
+"""What these tests need: an interpreter with vLLM, two tiny models, and a folder of segments of their own.
 
-Starting an engine takes longest of all, so stories share engines. Those that need a new one are told first, those that
-leave a dead one last.
+Starting an engine takes longest of all, so stories share engines. Those that leave a dead one run last.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from tests.vllm.engines import PYTHON
 
 from rose.models.presets import write_preset
 
-FIRST = ("test_the_gate_is_closed_at_first",)
-LAST = ("test_closing_ends_those_who_wait", "test_a_dead_engine_is_unavailable")
+LAST = ("test_closing_ends_what_is_under_way[vllm]", "test_a_dead_engine_is_unavailable[vllm]")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,11 +30,11 @@ def _turn(item: pytest.Item) -> tuple[str, int]:
     """By file, and in it as written but for those above."""
     if item.name in LAST:
         return str(item.path), 2 + LAST.index(item.name)
-    return str(item.path), 0 if item.name in FIRST else 1
+    return str(item.path), 1
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_boards(tmp_path_factory: pytest.TempPathFactory):
+def own_segments(tmp_path_factory: pytest.TempPathFactory):
     """Not those of whoever else lends on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROSE_BOARDS", str(tmp_path_factory.mktemp("boards")))

@@ -18,8 +18,8 @@ from typing import Any
 
 import aiohttp
 
-from rose.engines.vllm.starting import IN_PROCESS, MODULE, RolloutEngine
-from rose.launch.processes import free_port
+from rose.openai.http_server import free_port
+from rose.vllm.engine_process import IN_PROCESS, MODULE, RolloutEngineSettings
 
 PYTHON = os.environ.get("ROSE_VLLM_PYTHON", "")
 CORE = max(os.sched_getaffinity(0))
@@ -35,7 +35,7 @@ def environment(plugins: Path | None = None) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def rollout_engine(model: Path, **changes: Any) -> RolloutEngine:
+def rollout_engine(model: Path, **changes: Any) -> RolloutEngineSettings:
     plain: dict[str, Any] = {
         "max_context_tokens": CONTEXT_TOKENS,
         "max_sequences": 8,
@@ -44,11 +44,11 @@ def rollout_engine(model: Path, **changes: Any) -> RolloutEngine:
         "python": PYTHON,
         "environment": environment(),
     }
-    return RolloutEngine(model, f"cpu:{CORE}", **{**plain, **changes})
+    return RolloutEngineSettings(model, f"cpu:{CORE}", **{**plain, **changes})
 
 
-def asynchronous(engine: RolloutEngine, plugins: Path) -> RolloutEngine:
-    flags = ("--scheduler-cls", "rose.engines.vllm.AsyncRolloutScheduler", "--async-scheduling")
+def asynchronous(engine: RolloutEngineSettings, plugins: Path) -> RolloutEngineSettings:
+    flags = ("--scheduler-cls", "rose.vllm.AsyncRolloutScheduler", "--async-scheduling")
     return replace(engine, extra=flags, environment=environment(plugins))
 
 
@@ -62,6 +62,7 @@ class ServingEngine:
         scheduler: str = "ServingScheduler",
         port: int = 0,
         plugins: Path | None = None,
+        kv_memory_mb: int = 64,
     ) -> None:
         self.port, self.log = port or free_port(), log
         flags = {
@@ -73,13 +74,13 @@ class ServingEngine:
             "--max-model-len": str(CONTEXT_TOKENS),
             "--max-num-seqs": "16",
             "--max-num-batched-tokens": "256",
-            "--kv-cache-memory-bytes": str(64 << 20),
+            "--kv-cache-memory-bytes": str(kv_memory_mb << 20),
             "--block-size": "32",
             "--distributed-executor-backend": IN_PROCESS,
             "--logprobs-mode": "processed_logprobs",
         }
         if scheduler:
-            flags["--scheduler-cls"] = f"rose.engines.vllm.{scheduler}"
+            flags["--scheduler-cls"] = f"rose.vllm.{scheduler}"
         words = [word for pair in flags.items() for word in pair]
         with log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -120,6 +121,12 @@ class ServingEngine:
                         tokens += choice["token_ids"]
                         logprobs += [entry["logprob"] for entry in (choice["logprobs"] or {"content": []})["content"]]
         return tokens, logprobs
+
+    async def metric(self, name: str) -> float:
+        """Return the sum of a metric of vLLM."""
+        async with aiohttp.ClientSession() as http, http.get(self.url + "/metrics") as reply:
+            lines = (await reply.text()).splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
 """Two vLLM servers on one core: rollouts run in what serving leaves, and serving outlives whatever befalls them.
 
-The rollout engine is kept by an agent's seat, as `rose lend vllm` does it, and gets its weights as any device does,
+The rollout engine is kept by an engine client, as `rose lend vllm` does it, and gets its weights as any device does,
 from a relay. The serving engine serves the second model, so that it can be asked what rollouts must say after a swap to
 it. The stories follow one another. Both engines are killed on the way, and come back as asynchronous ones.
 """
@@ -22,29 +22,30 @@ from aiohttp import ClientSession, web
 from tests.vllm import forced_async
 from tests.vllm.engines import ServingEngine, asynchronous, cpu_s, memory_bytes, rollout_engine
 
-from rose.coserve import messages
-from rose.coserve.owner import PAUSED
+from rose.api.worker_messages import NewVersion, VersionReady
+from rose.core.lending_state import PAUSED
+from rose.core.slo import Budgets
 from rose.engines.base import Request, Sampling
-from rose.engines.vllm.desk import Status
-from rose.engines.vllm.process import EngineProcess
-from rose.engines.vllm.talking import NAMED
-from rose.engines.vllm.worker import VllmWorker
-from rose.errors import ConfigError, ModelError, RequestRefused, RoseError, Unavailable
+from rose.engines.token_stream import TokenStream
+from rose.errors import ConfigError, ModelError, RoseError, Unavailable
 from rose.models.tensors import open_tensors
 from rose.observe.metrics import Metrics
-from rose.rollout.messages import NewVersion, VersionReady
-from rose.rollout.vllm_agent import VllmLending, VllmSeat
-from rose.rollout.vllm_owner import VllmOwner
-from rose.rollout.weights import Intake
-from rose.weights.connecting import SECRET
-from rose.weights.metrics import ReceiveMetrics
+from rose.vllm.control_segment import Status
+from rose.vllm.engine_process import EngineProcess
+from rose.vllm.lend_session import VllmAdminRoutes
+from rose.vllm.vllm_agent import VllmEngineClient, VllmLending
+from rose.vllm.vllm_client import REQUEST_PREFIX
+from rose.vllm.vllm_engine import VllmEngine
+from rose.weights.keys import SECRET
 from rose.weights.publish import Publisher
-from rose.weights.slots import FOLDER_VARIABLE
+from rose.weights.weight_buffers import FOLDER_VARIABLE
+from rose.weights.weight_metrics import ReceiveMetrics
+from rose.worker.weight_updater import WeightUpdater
 
 TURN = 300  # tokens of a turn that is still under way when something happens
 WAIT_S = 60.0  # for anything that should take moments
 STORY_S = 240.0
-TTFT_S, TPOT_S = 10.0, 2.0  # that a busy machine keeps too: a circuit breaker would end these stories
+BUDGETS = Budgets(10.0, 2.0, answer_s=60.0)  # that a busy machine keeps too: a circuit breaker would end these stories
 PROMPT = [(7 * number) % 250 for number in range(40)]
 TOKEN = "an-owner's-token"
 
@@ -75,28 +76,28 @@ def _weights(folder: Path) -> dict[str, Any]:
 
 
 class Pair:
-    """A serving engine, a seat beside it that keeps a rollout engine, and what brings it new weights."""
+    """A serving engine, a client beside it that keeps a rollout engine, and what brings it new weights."""
 
     def __init__(self, runner: asyncio.Runner, serving: ServingEngine, trainer: Trainer) -> None:
         self.runner, self.serving, self.trainer = runner, serving, trainer
-        self.seat: VllmSeat
-        self.intake: Intake
+        self.client: VllmEngineClient
+        self.intake: WeightUpdater
         self.heard: list[VersionReady] = []
-        self.numbers = self.resumes = 0
+        self.numbers = 0
 
     async def start(self, model: Path) -> None:
         await self.serving.ready()
-        self.seat = VllmSeat(VllmLending(rollout_engine(model), self.serving.url, "idle", TTFT_S, TPOT_S))
-        await self.seat.start()
-        self.intake = Intake(self.seat, ReceiveMetrics(Metrics(process_facts=False)))
-        self.intake.tell = self.heard.append
+        self.client = VllmEngineClient(VllmLending(rollout_engine(model), self.serving.url, "idle", BUDGETS))
+        await self.client.start()
+        self.intake = WeightUpdater(self.client, ReceiveMetrics(Metrics(process_facts=False)))
+        self.intake.on_ready = self.heard.append
         self._taking = asyncio.create_task(self.intake.run())
 
     async def close(self) -> None:
-        if hasattr(self, "seat"):
+        if hasattr(self, "client"):
             self._taking.cancel()
             await asyncio.gather(self._taking, return_exceptions=True)
-            await self.seat.close()
+            await self.client.close()
 
     def tell(self, story: Callable[[Pair], Coroutine[Any, Any, None]]) -> None:
         self.runner.run(self._tell(story))
@@ -108,28 +109,27 @@ class Pair:
                 await story(self)
             finally:
                 resuming.cancel()
-                self.seat.cancel(list(self.seat._turns))  # what a story that failed has left
+                self.client.cancel(list(self.client._turns))  # what a story that failed has left
 
     async def _resume(self) -> None:
         """A circuit breaker that trips on a busy machine is no part of these stories."""
         while True:
-            self.resumes += 1
-            self.seat.wishes["resumes"] = self.resumes
+            self.client.desired = replace(self.client.desired, resumes=self.client.desired.resumes + 1)
             await asyncio.sleep(0.5)
 
     @property
-    def worker(self) -> VllmWorker:
-        assert self.seat._worker is not None
-        return self.seat._worker
+    def worker(self) -> VllmEngine:
+        assert self.client._engine is not None
+        return self.client._engine
 
     @property
     def process(self) -> EngineProcess:
-        assert self.seat._process is not None
-        return self.seat._process
+        assert self.client._process is not None
+        return self.client._process
 
     async def take(self, version: NewVersion) -> VersionReady:
         count = len(self.heard)
-        self.intake.want(version)
+        self.intake.request(version)
         while len(self.heard) == count:
             await asyncio.sleep(0.01)
         return self.heard[-1]
@@ -140,13 +140,14 @@ class Pair:
         return Request(f"turn-{self.numbers}", tuple(PROMPT), settings)
 
     async def rollout(self, request: Request) -> tuple[list[int], list[float], list[str], str | None]:
-        """As the agent gets it: through a mailbox."""
-        mailbox, reason = self.seat.submit([request]), None
+        """Return what an engine client gets for one request."""
+        stream, reason = TokenStream(), None
+        self.client.submit([request], stream)
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[str] = []
         while reason is None:
-            for event in await mailbox.take():
+            for event in await stream.take():
                 tokens += event.token_ids
                 logprobs += event.logprobs
                 versions += [event.version] * len(event.token_ids)
@@ -162,7 +163,7 @@ class Pair:
 
     async def until_made(self, tokens: int) -> None:
         """So many, of the newest turn: the one before may still be shown."""
-        name = f"{NAMED}turn-{self.numbers}"
+        name = f"{REQUEST_PREFIX}turn-{self.numbers}"
         await self.until(lambda status: status.live.get(name, (0, 0))[1] >= tokens)
 
     async def served(self, stop: asyncio.Event, tokens: int) -> None:
@@ -205,12 +206,12 @@ def test_nothing_is_lent_until_serving_is_known(pair: Pair) -> None:
         turn = asyncio.create_task(pair.rollout(pair.request()))
         status = await pair.until(lambda status: status.waiting == 1 and "learning" in status.why)
         assert (status.steps, status.state, status.gate_open) == (0, "parked", False)
-        assert pair.seat.trouble is not None and "learning" in pair.seat.trouble.what
+        assert pair.client.trouble is not None and "learning" in pair.client.trouble.what
         await pair.teach()
         tokens, logprobs, _, reason = await turn
         assert (len(tokens), len(logprobs), reason) == (24, 24, "length")
         status = pair.worker.status()
-        assert (status.lent.missing, pair.seat.trouble) == ("", None)
+        assert (status.lent.missing, pair.client.trouble) == ("", None)
         assert status.lent.steps == status.steps > 0
         assert status.lent.requests == 24
 
@@ -220,7 +221,7 @@ def test_nothing_is_lent_until_serving_is_known(pair: Pair) -> None:
 def test_a_device_has_one_agent(pair: Pair) -> None:
     async def story(pair: Pair) -> None:
         with pytest.raises(ConfigError, match="another agent"):
-            VllmSeat(pair.seat.lending)
+            VllmEngineClient(pair.client.lending)
 
     pair.tell(story)
 
@@ -253,14 +254,14 @@ def test_a_turn_is_evicted_with_everything_so_far_and_memory_goes_back(pair: Pai
         memory = memory_bytes(pair.process.process_id)
         turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=200)))
         await pair.until_made(5)
-        await pair.worker.want(kv_bytes=0)
+        await pair.worker.apply_control(kv_bytes=0)
         tokens, logprobs, _, reason = await turn
         assert reason == "abort"
         assert tokens == whole[0][: len(tokens)]
         assert len(tokens) == len(logprobs) >= 5
         assert pair.worker.status().kv_blocks_limit == 0
         assert memory - memory_bytes(pair.process.process_id) > 32 << 20, "of 64 MiB"
-        await pair.worker.want(kv_bytes=None)
+        await pair.worker.apply_control(kv_bytes=None)
         assert (await pair.rollout(pair.request(max_tokens=200)))[0] == whole[0]
 
     pair.tell(story)
@@ -271,14 +272,14 @@ def test_a_parked_engine_has_no_memory_and_comes_back_as_it_was(pair: Pair) -> N
         whole = await pair.rollout(pair.request(max_tokens=200))
         turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=200)))
         await pair.until_made(5)
-        await pair.seat.ask(messages.Want(False))
+        await pair.client.set_wanted(False)
         assert (await turn)[3] == "abort"
-        parked = pair.seat.lending_status
+        parked = pair.client.lending_status
         assert parked is not None and (parked.state, parked.model, parked.rollout_pages_max) == ("parked", "parked", 0)
         with pytest.raises(Unavailable):
             await pair.rollout(pair.request())
-        await pair.seat.ask(messages.Want(True))
-        back = pair.seat.lending_status
+        await pair.client.set_wanted(True)
+        back = pair.client.lending_status
         assert back is not None and (back.state, back.model) == ("lending", "resident")
         assert back.activation_s is not None and back.parking_s is not None
         assert (await pair.rollout(pair.request(max_tokens=200)))[0] == whole[0]
@@ -286,9 +287,9 @@ def test_a_parked_engine_has_no_memory_and_comes_back_as_it_was(pair: Pair) -> N
     pair.tell(story)
 
 
-def test_the_owner_is_obeyed(pair: Pair) -> None:
+def test_the_operators_commands_are_obeyed(pair: Pair) -> None:
     async def story(pair: Pair) -> None:
-        seat, runner = pair.seat, web.AppRunner(VllmOwner(pair.seat, TOKEN).application())
+        client, runner = pair.client, web.AppRunner(VllmAdminRoutes(pair.client, TOKEN).application())
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/rose/lending"
@@ -298,7 +299,7 @@ def test_the_owner_is_obeyed(pair: Pair) -> None:
             async with ClientSession() as http, http.get(url.replace("rose/lending", "metrics")) as reply:
                 assert "rose_gate_open" in (figures := await reply.text()) and "rose_lent_seconds_total" in figures
             assert (await asked(url, "pause"))["state"] == "paused"
-            assert seat.trouble is not None and seat.trouble.what == PAUSED
+            assert client.trouble is not None and client.trouble.what == PAUSED.text
             waiting = asyncio.create_task(pair.rollout(pair.request()))
             halved = await asked(url, "limits", memory_share=0.5, compute_share=0.5)
             assert (halved["memory_share"], halved["compute_share"], waiting.done()) == (0.5, 0.5, False)
@@ -310,8 +311,6 @@ def test_the_owner_is_obeyed(pair: Pair) -> None:
             assert resumed["rollout_pages_max"] == int(str(resumed["pages"])) // 2
             assert (await asked(url, "limits", memory_share=1.0, compute_share=1.0))["compute_share"] == 1.0
             assert "error" in await asked(url, "nonsense")
-            with pytest.raises(RequestRefused):
-                await seat.ask(messages.SetGrant(1, 1, 0.0))
         finally:
             await runner.cleanup()
 
@@ -329,7 +328,7 @@ def test_new_weights_from_the_relay_in_the_middle_of_a_turn(pair: Pair) -> None:
     async def story(pair: Pair) -> None:
         first = pair.trainer.publish(0)
         ready = await pair.take(first)
-        assert (ready.fault, ready.hash, pair.seat.facts.version) == (None, first.hash, first.version)
+        assert (ready.fault, ready.hash, pair.client.facts.version) == (None, first.hash, first.version)
         before = await pair.rollout(pair.request(max_tokens=40))
         turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=900)))
         await pair.until_made(5)
@@ -359,28 +358,28 @@ async def is_as_served(pair: Pair, rollout: tuple[list[int], list[float], list[s
 
 def test_an_update_that_is_refused_leaves_everything_as_it_was(pair: Pair) -> None:
     async def story(pair: Pair) -> None:
-        worker, version = pair.worker, pair.seat.facts.version
+        worker, version = pair.worker, pair.client.facts.version
         worker._staged = "never staged"  # so that only the engine knows
         with pytest.raises(ModelError, match="is not staged"):
             await worker.commit("never staged")
         with pytest.raises(ModelError, match="no weights"):
-            await pair.seat.ask(messages.Stage("nowhere", str(pair.serving.log.parent / "nowhere")))
+            await pair.client.stage("nowhere", str(pair.serving.log.parent / "nowhere"))
         after = await pair.rollout(pair.request(max_tokens=40))
-        assert (set(after[2]), pair.seat.facts.version) == ({version}, version)
+        assert (set(after[2]), pair.client.facts.version) == ({version}, version)
         await is_as_served(pair, after)
 
     pair.tell(story)
 
 
-def test_a_grant_that_nobody_renews_closes_the_gate(pair: Pair) -> None:
+def test_a_grant_that_is_not_renewed_expires(pair: Pair) -> None:
     async def story(pair: Pair) -> None:
-        assert pair.seat._keeper is not None
-        pair.seat._keeper.cancel()
-        pair.worker.wish(until_s=time.monotonic() + 0.05)
+        assert pair.client._keeper is not None
+        pair.client._keeper.cancel()
+        pair.worker.write_control(until_s=time.monotonic() + 0.05)
         turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=TURN)))
         status = await pair.until(lambda status: status.state == "parked" and "grant is over" in status.why)
         assert not status.gate_open
-        pair.seat._keeper = asyncio.create_task(pair.seat._keep())
+        pair.client._keeper = asyncio.create_task(pair.client._keep())
         assert (await turn)[3] == "length"
 
     pair.tell(story)
@@ -390,7 +389,7 @@ def test_a_swap_that_fails_half_way_ends_the_engine_and_it_comes_back_with_whole
     pair: Pair, plugins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(pair: Pair) -> None:
-        seat, version, plain = pair.seat, pair.seat.facts.version, pair.worker._call
+        client, version, plain = pair.client, pair.client.facts.version, pair.worker._call
 
         async def lost(path: str, body: Any) -> dict[str, Any]:
             if path == "/finish_weight_update":
@@ -400,20 +399,20 @@ def test_a_swap_that_fails_half_way_ends_the_engine_and_it_comes_back_with_whole
         turn = asyncio.create_task(pair.rollout(pair.request(max_tokens=TURN)))
         await pair.until_made(5)
         monkeypatch.setattr(pair.worker, "_call", lost)
-        seat.lending = replace(seat.lending, engine=asynchronous(seat.lending.engine, plugins))
+        client.lending = replace(client.lending, engine=asynchronous(client.lending.engine, plugins))
         third = pair.trainer.publish(0)
         ready = await pair.take(third)
         assert ready.fault is not None and "not known which weights" in ready.fault.what
         with pytest.raises(RoseError):
             await turn
-        while seat.restarts == 0:
+        while client.restarts == 0:
             await asyncio.sleep(0.05)
-        assert (seat.facts.version, pair.intake.hash != third.hash) == (version, True)
-        while seat.trouble is not None:  # it learns anew, from what the board still shows and from what follows
+        assert (client.facts.version, pair.intake.hash != third.hash) == (version, True)
+        while client.trouble is not None:  # it learns anew, from what the segment still has and from what follows
             await pair.teach()
         await is_as_served(pair, await pair.rollout(pair.request(max_tokens=40)))
         ready = await pair.take(third)
-        assert (ready.fault, ready.hash, seat.facts.version) == (None, third.hash, third.version)
+        assert (ready.fault, ready.hash, client.facts.version) == (None, third.hash, third.version)
 
     pair.tell(story)
 

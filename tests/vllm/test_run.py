@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.running import Run
+from tests.integration.running import Run
 from tests.vllm.engines import PYTHON
 
 from rose.train.warmstart import Recipe, make_warm_start

@@ -1,4 +1,4 @@
-"""`rose gateway`: the one door for agents and trainers; devices join it by `rose serve ... --gateway URL`."""
+"""`rose gateway`: start the one endpoint for agents and trainers; devices join by `rose serve ... --gateway URL`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from rose.cli.options import add_settings_options, say, settings_of
-from rose.core.router import ROUTER_KINDS
+from rose.core.routing_rules import ROUTER_KINDS
 
-SUMMARY = "one door for agents, environments and trainers, with all rollout workers behind it"
+SUMMARY = "start the one endpoint for agents and trainers, before all workers"
 
 # Flags that are shorter names of settings.
 FLAGS = {
@@ -19,17 +19,25 @@ FLAGS = {
     "wait_s": "wait_s",
     "ledger": "ledger",
     "router": "router",
+    "door": "control.api",
+    "door_folder": "control.folder",
+    "door_relay": "control.relay",
 }
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the rollout model: tokenizer and template")
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="rollout model folder; the tokenizer and template are used"
+    )
     parser.add_argument("--host", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="TCP port; 0 takes a free one (8002)")
-    parser.add_argument("--name", help="the name of the rollout model (the folder's)")
+    parser.add_argument("--name", help="name of the rollout model in requests (default: the folder's)")
     parser.add_argument("--wait-s", type=float, metavar="S", help="longest a turn waits for a worker (30)")
-    parser.add_argument("--ledger", metavar="FILE", help="keep trajectories there, through crashes (in memory)")
-    parser.add_argument("--router", choices=ROUTER_KINDS, help="how a worker is chosen for a turn (cost)")
+    parser.add_argument("--ledger", metavar="FILE", help="keep trajectories in this file, so that crashes lose none")
+    parser.add_argument("--router", choices=ROUTER_KINDS, help="routing policy for turns (default: cost)")
+    parser.add_argument("--door", choices=("vllm",), help="answer vLLM's RL control routes to the trainer")
+    parser.add_argument("--door-folder", metavar="DIR", help="read weights from folders below this one")
+    parser.add_argument("--door-relay", metavar="ADDRESS", help="relay to publish these weights to")
     add_settings_options(parser)
 
 
@@ -37,9 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     import asyncio
     import logging
 
-    from rose.config.gateway import GatewaySettings
-    from rose.front.loops import loop_factory
-    from rose.rollout.service import run_gateway
+    from rose.config.server_settings import GatewaySettings
+    from rose.gateway.gateway_service import run_gateway
+    from rose.openai.loops import loop_factory
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     settings = settings_of(arguments, GatewaySettings, FLAGS)

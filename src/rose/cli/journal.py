@@ -1,4 +1,4 @@
-"""`rose journal replay FILE`: reads a journal aloud, checks every line of it, and says what it found."""
+"""`rose journal show FILE`: print the facts and decisions of a journal, and check every line of it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import argparse
 import dataclasses
 from typing import Any
 
-SUMMARY = "read a journal of facts and decisions"
+SUMMARY = "print and check a journal of facts and decisions"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    replay = actions.add_parser("replay", help="print facts and decisions in order, and check the journal")
-    replay.add_argument("file", help="a journal, *.jsonl; its rotated files are read too")
-    replay.add_argument("--kind", help="print only entries with a fact or decision of this kind")
-    replay.add_argument("--quiet", action="store_true", help="check only; print the summary")
+    # `replay` is the action's former name, an alias for one release.
+    show = actions.add_parser("show", aliases=["replay"], help="print facts and decisions in order, and check the file")
+    show.add_argument("file", metavar="FILE", help="a journal, *.jsonl; its rotated files are read too")
+    show.add_argument("--kind", metavar="NAME", help="only entries with a fact or decision of this kind")
+    show.add_argument("--quiet", action="store_true", help="check only; print the summary")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,19 +26,19 @@ def run(arguments: argparse.Namespace) -> int:
         decisions += len(entry.decisions)
         kinds = {type(record).__name__ for record in (entry.fact, *entry.decisions)}
         if not arguments.quiet and (arguments.kind is None or arguments.kind in kinds):
-            print(f"{entry.t_s:14.6f} s  {_shown(entry.fact)}")
+            print(f"{entry.t_s:14.6f} s  {_text(entry.fact)}")
             for decision in entry.decisions:
-                print(f"{'':>16}  -> {_shown(decision)}")
+                print(f"{'':>16}  -> {_text(decision)}")
     print(f"{notes.entries} facts and {decisions} decisions in {notes.files} file(s); every whole line reads back.")
     if notes.torn_bytes:
         print(f"The last line is torn ({notes.torn_bytes} bytes): its writer was stopped in the middle of it.")
     if not notes.is_whole:
-        print("The oldest files were already dropped: the story begins in the middle.")
+        print("The oldest files were already dropped: the journal begins in the middle.")
     return 0
 
 
-def _shown(record: Any) -> str:
-    """`Grant  tokens=512 sequences=4` and, if it has one, its reason as words."""
+def _text(record: Any) -> str:
+    """Return a record as text, such as `Grant  tokens=512 sequences=4  because REASON`."""
     values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     reason = values.pop("reason", "")
     facts = " ".join(f"{name}={value}" for name, value in values.items())

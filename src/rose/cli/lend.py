@@ -1,7 +1,9 @@
-"""`rose lend`: the owner's controls of a lent device.
+"""`rose lend`: the admin controls of a lent device, and rollouts beside a `vllm serve` that runs already.
 
-Finds the devices of this user on this machine by itself; another one is named by `--url`, with its owner's token in
-ROSE_OWNER_TOKEN.
+The command finds the devices of this user on this machine. For a device elsewhere, the owner gives its `--url` and sets
+ROSE_OWNER_TOKEN. `rose lend vllm` and `rose lend sglang` start a rollout engine on serving's device and keep it
+running, join a gateway if one is named, and obey `rose lend pause`, `resume` and the others. They end with Ctrl-C;
+serving does not notice.
 """
 
 from __future__ import annotations
@@ -9,25 +11,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+from pathlib import Path
 from typing import Any
 from urllib import error, request
 
-from rose.cli import lend_vllm
 from rose.errors import ConfigError, RequestRefused, Unavailable
 
-SUMMARY = "the owner's controls of a lent device: status, pause, resume, drain, dry-run, limits"
+SUMMARY = "control a lent device: status, pause, resume, drain, dry-run, limits"
 ACTIONS = {
-    "status": "how lending goes",
-    "pause": "no rollout step from now on; `resume` goes on where it stopped",
-    "resume": "lend again, whatever stopped it",
-    "drain": "rollouts out within one step, their memory back to serving; --remove drops the model's weights too "
-    "(not beside vLLM, which keeps them)",
-    "dry-run": "lend nothing, and add up what lending would give; `status` shows it",
-    "limits": "the most memory and time rollouts may have: --memory 0.5 --compute 0.3",
+    "status": "print the state of lending",
+    "pause": "run no rollout step until `resume`",
+    "resume": "lend again, whatever stopped lending",
+    "drain": "evict all rollouts within one step; serving gets their memory",
+    "dry-run": "lend nothing, but add up what lending would give (see status)",
+    "limits": "limit rollouts, for example: --memory 0.5 --compute 0.3",
     "token": "print the token that rollout clients need",
     "vllm": "start and keep a rollout engine beside a running `vllm serve`",
+    "sglang": "start and keep a rollout engine beside a running SGLang server",
 }
-ANSWER_S = 10.0
+EXAMPLE = "for example: rose lend {} --serving-url http://127.0.0.1:8000 --rollout-model FOLDER --device cpu:0"
+FLAG_HELP = "a further flag of the rollout engine, as in --engine-flag=--dtype=bfloat16; may be given more than once"
+ENGINES = ("vllm", "sglang")
+MODES = ("auto", "idle", "decode")
+ANSWER_S = 10.0  # a device that works answers within milliseconds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,108 +45,136 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="the device's serving address; not needed if only one runs here")
     parser.add_argument("--memory", type=float, metavar="SHARE", help="with limits: share of the KV memory, 0 to 1")
     parser.add_argument("--compute", type=float, metavar="SHARE", help="with limits: share of the time, 0 to 1")
-    what = "with drain: drop the rollout model's weights too; vLLM keeps them"
+    what = "with drain: unload the rollout model too (not with vLLM or SGLang)"
     parser.add_argument("--remove", action="store_true", help=what)
     parser.add_argument("--json", action="store_true", help="print the status as JSON")
-    lend_vllm.configure(parser)
+    group = parser.add_argument_group("with vllm or sglang")
+    group.add_argument("--serving-url", metavar="URL", help="the running server; without: a dedicated worker")
+    group.add_argument("--rollout-model", type=Path, metavar="FOLDER", help="folder of the model in training")
+    group.add_argument("--device", default="cpu:0", help="serving's device: cpu:0, cpu:0-3, cuda:0 (default cpu:0)")
+    group.add_argument("--gateway", metavar="URL[,URL]", help="the gateway to join (token: ROSE_WORKER_TOKEN)")
+    group.add_argument("--worker-name", default="", metavar="NAME", help="registered name (HOSTNAME-PID)")
+    group.add_argument("--owner-port", type=int, default=0, metavar="N", help="port of the controls; 0 is a free one")
+    group.add_argument("--mode", choices=MODES, default="auto", help="when to lend; auto is decode with budgets")
+    group.add_argument("--ttft-ms", type=float, default=None, help="serving's budget for a first token")
+    group.add_argument("--tpot-ms", type=float, default=None, help="serving's budget for each later token")
+    group.add_argument("--tpot", choices=("mean", "every_gap"), default="mean", help="what --tpot-ms is promised for")
+    group.add_argument("--slack-share", type=float, default=0.7, help="of the budgets that lending may use up (0.7)")
+    group.add_argument("--answer-s", type=float, default=60.0, help="users wait this long for an answer (default 60)")
+    group.add_argument("--max-sequences", type=int, default=16, help="rollouts at once (default 16)")
+    group.add_argument("--max-context", type=int, default=4096, help="longest rollout; 0 is the model's (default 4096)")
+    group.add_argument("--step-tokens", type=int, default=256, help="of the largest rollout step (default 256)")
+    group.add_argument("--kv-memory-mb", type=int, default=256, help="KV memory of the rollouts, without a pool (256)")
+    what = "KV memory from serving's pool, of its own, or from the pool if there is one (default auto)"
+    group.add_argument("--kv", choices=("auto", "pool", "static"), default="auto", help=what)
+    group.add_argument("--engine-flag", "--vllm-flag", action="append", default=[], metavar="FLAG", help=FLAG_HELP)
+    what = "Python interpreter that has the engine"
+    group.add_argument("--engine-python", "--vllm-python", default=sys.executable, metavar="PATH", help=what)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.action == "vllm":
-        return lend_vllm.run(arguments)
+    if arguments.action in ENGINES:
+        return _lend_beside(arguments)
     if arguments.action == "token":
-        print(_known(_card(arguments.url).rollout_token, "ROSE_ROLLOUT_TOKEN"))
+        print(_token_or_variable(_registered_device(arguments.url).rollout_token, "ROSE_ROLLOUT_TOKEN"))
         return 0
-    url, token = _where(arguments.url)
+    url, token = _address_and_token(arguments.url)
     action = "remove" if arguments.action == "drain" and arguments.remove else arguments.action
-    status = _ask(url, token, action, _limits(arguments))
+    limits = {"memory_share": arguments.memory, "compute_share": arguments.compute}
+    body = {name: share for name, share in limits.items() if share is not None} if action == "limits" else {}
+    if action == "limits" and not body:
+        raise ConfigError("no limit was given", hint="for example: rose lend limits --memory 0.5 --compute 0.3")
+    status = _send_command(url, token, action, body)
     print(json.dumps(status, indent=2) if arguments.json else _text(status))
     return 0
 
 
-def _limits(arguments: argparse.Namespace) -> dict[str, float] | None:
-    if arguments.action != "limits":
-        return None
-    given = {"memory_share": arguments.memory, "compute_share": arguments.compute}
-    found = {name: share for name, share in given.items() if share is not None}
-    if not found:
-        raise ConfigError("no limit was given", hint="for example: rose lend limits --memory 0.5 --compute 0.3")
-    return found
-
-
-def _where(url: str | None) -> tuple[str, str]:
+def _address_and_token(url: str | None) -> tuple[str, str]:
     token = os.environ.get("ROSE_OWNER_TOKEN")
     if url is not None and token:
-        return url.rstrip("/"), token
-    card = _card(url)
-    if not card.url:
-        raise ConfigError(f"{card.rollout_model} has this device for itself: there is no lending to control")
-    return card.url, _known(card.owner_token, "ROSE_OWNER_TOKEN")
+        return url.rstrip("/").removesuffix("/v1"), token
+    device = _registered_device(url)
+    if not device.url:
+        raise ConfigError(f"the device is a dedicated worker for {device.rollout_model}, so it has no lending controls")
+    return device.url, _token_or_variable(device.owner_token, "ROSE_OWNER_TOKEN")
 
 
-def _known(token: str, variable: str) -> str:
-    """The token of a registry entry, or of the environment. A device writes no token that it was given."""
-    found = token or os.environ.get(variable)
-    if not found:
+def _token_or_variable(token: str, variable: str) -> str:
+    # A device does not write a token to the registry that it was given by the environment.
+    token = token or os.environ.get(variable, "")
+    if not token:
         raise ConfigError(f"the device was started with {variable} set", hint=f"set {variable} here too")
-    return found
+    return token
 
 
-def _card(url: str | None) -> Any:
-    from rose.front.devices import running
+def address_of(url: str) -> str:
+    """Return the address under which a local device registers, from a URL as users type it."""
+    return url.rstrip("/").removesuffix("/v1").replace("://localhost", "://127.0.0.1", 1)
 
-    cards = [card for card in running() if url is None or url.rstrip("/") in (card.url, card.rollout_url)]
-    if not cards:
+
+def _registered_device(url: str | None) -> Any:
+    from rose.device.device_registry import running_devices
+
+    devices = [entry for entry in running_devices() if url is None or address_of(url) in (entry.url, entry.rollout_url)]
+    if not devices:
         where = f"at {url}" if url else "on this machine"
         raise ConfigError(
             f"no lent device of yours runs {where}",
             hint="start one with `rose serve MODEL --lend ROLLOUT_MODEL`; for one elsewhere give --url and set "
             "ROSE_OWNER_TOKEN",
         )
-    if len(cards) > 1:
+    if len(devices) > 1:
         raise ConfigError(
-            f"{len(cards)} lent devices run here: {', '.join(card.url or card.rollout_url for card in cards)}",
+            f"{len(devices)} lent devices run here: {', '.join(entry.url or entry.rollout_url for entry in devices)}",
             hint="name one of them with --url",
         )
-    return cards[0]
+    return devices[0]
 
 
-def _ask(url: str, token: str, action: str, body: dict[str, float] | None) -> dict[str, Any]:
+def _send_command(url: str, token: str, action: str, body: dict[str, float]) -> dict[str, Any]:
+    """Send an admin command to a device and return its new status."""
     path = "/rose/lending" + ("" if action == "status" else f"/{action}")
-    data = None if action == "status" else json.dumps(body or {}).encode()
+    data = None if action == "status" else json.dumps(body).encode()
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     try:
-        with request.urlopen(request.Request(url + path, data, headers), timeout=ANSWER_S) as reply:
-            found: dict[str, Any] = json.load(reply)
-            return found
+        with request.urlopen(request.Request(url + path, data, headers), timeout=ANSWER_S) as response:
+            status: dict[str, Any] = json.load(response)
+            return status
     except error.HTTPError as refusal:
-        raise RequestRefused(f"the device said {refusal.code}: {_message(refusal)}") from refusal
+        try:
+            message = str(json.load(refusal)["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            message = refusal.reason
+        raise RequestRefused(f"the device answered {refusal.code}: {message}") from refusal
     except (error.URLError, OSError, ValueError) as failure:
         raise Unavailable(f"the device at {url} did not answer: {failure}", hint="is it running?") from failure
 
 
-def _message(refusal: error.HTTPError) -> str:
-    try:
-        return str(json.load(refusal)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return refusal.reason
-
-
 def _text(status: dict[str, Any]) -> str:
-    page_mib = status["page_bytes"] / (1 << 20)
     breaches = ", ".join(f"{count} {kind}" for kind, count in status["breaches"].items())
+    times = [("activated", status["activation_s"]), ("parked", status["parking_s"])]
+    moves = "".join(f", {name} in {seconds * 1e3:.1f} ms" for name, seconds in times if seconds is not None)
     lines = {
         status["state"]: status["why"],
         "mode": status["mode"],
-        "model": f"{status['model']}, {status['model_bytes'] / (1 << 20):.1f} MiB of weights{_times(status)}",
+        "model": f"{status['model']}, {status['model_bytes'] / (1 << 20):.1f} MiB of weights{moves}",
         "rollouts": f"{status['running']} running, {status['waiting']} waiting, {status['evictions']} evicted",
         "lent": f"{status['lent_tokens']:,} tokens in {status['lent_steps']:,} steps, {status['lent_s']:.1f} s",
-        "breaches": f"{breaches} ({status['doubtful']} doubtful, {status['breaker_trips']} breaker trips)",
+        "breaches": f"{breaches} ({status['breaker_trips']} breaker trips)",
         "memory": f"rollouts {status['rollout_pages']} of {status['rollout_pages_max']} pages they may hold, serving "
-        f"{status['serving_pages']}, of {status['pages']} x {page_mib:g} MiB ({status['memory_state']})",
+        f"{status['serving_pages']}, of {status['pages']} x {status['page_bytes'] / (1 << 20):g} MiB "
+        f"({status['memory_state']})",
         "limits": f"{status['memory_share']:.0%} of the memory, {status['compute_share']:.0%} of the time",
-        "stretch": f"serving's requests live {status['lending_stretch']:.2f} times as long as alone",
     }
+    serving = status.get("serving")
+    if serving and serving["requests"]:
+        for name in ("ttft", "tpot"):
+            parts = []
+            for share in (50, 99):
+                now_s, added_s = serving[f"{name}_p{share}_s"], serving[f"{name}_p{share}_added_s"]
+                parts.append(f"P{share} {now_s * 1e3:.1f} ms (+{added_s * 1e3:.1f})")
+            lines[name] = f"{', '.join(parts)} by lending, last {serving['requests']:,} requests"
+    lines["stretch"] = f"serving's requests live {status['lending_stretch']:.2f} times as long as alone"
     if status["dry_run"] is not None:
         dry = status["dry_run"]
         seconds = max(dry["seconds"], 1e-9)
@@ -151,6 +186,44 @@ def _text(status: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {what}" for name, what in lines.items())
 
 
-def _times(status: dict[str, Any]) -> str:
-    known = [("activated", status["activation_s"]), ("parked", status["parking_s"])]
-    return "".join(f", {name} in {seconds * 1e3:.1f} ms" for name, seconds in known if seconds is not None)
+def _lend_beside(arguments: argparse.Namespace) -> int:
+    if arguments.rollout_model is None:
+        raise ConfigError("which model should the rollouts run?", hint=EXAMPLE.format(arguments.action))
+    compute_share = 1.0 if arguments.compute is None else arguments.compute
+    if not 0 <= compute_share <= 1:
+        raise ConfigError(f"--compute {compute_share:g} is not a share", hint="give 0 to 1")
+    import asyncio
+    import logging
+
+    from rose.config.server_settings import LendSettings
+    from rose.vllm.engine_process import RolloutEngineSettings
+    from rose.vllm.lend_session import lend
+    from rose.vllm.pool_membership import KvChoice
+    from rose.vllm.vllm_agent import VllmEngineClient, VllmLending
+
+    client_type: type[VllmEngineClient] = VllmEngineClient
+    if arguments.action == "sglang":
+        from rose.sglang.sglang_agent import SglangEngineClient as client_type
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    terms = LendSettings(
+        mode=arguments.mode,
+        ttft_ms=arguments.ttft_ms,
+        tpot_ms=arguments.tpot_ms,
+        tpot=arguments.tpot,
+        slack_share=arguments.slack_share,
+        answer_s=arguments.answer_s,
+    )
+    engine = RolloutEngineSettings(
+        arguments.rollout_model,
+        arguments.device,
+        max_context_tokens=arguments.max_context,
+        max_sequences=arguments.max_sequences,
+        step_tokens=arguments.step_tokens,
+        kv_memory_mb=arguments.kv_memory_mb,
+        python=arguments.engine_python,
+        extra=tuple(arguments.engine_flag),
+    )
+    kv: KvChoice = "static" if arguments.action == "sglang" else arguments.kv
+    lending = VllmLending(engine, arguments.serving_url or "", terms.chosen_mode, terms.budgets, compute_share, kv)
+    work = lend(lending, arguments.gateway, arguments.worker_name, arguments.owner_port, client_type)
+    return asyncio.run(work)

@@ -1,14 +1,12 @@
-"""`rose model`: make a small model folder, or say what is in one."""
+"""`rose model`: make a small model folder, or describe one."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rose.models.folder import ModelFolder
+from rose.cli.options import print_table
 
 SUMMARY = "make and inspect model folders"
 
@@ -16,11 +14,11 @@ SUMMARY = "make and inspect model folders"
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     new = actions.add_parser("new", help="write a small random model as a Hugging Face folder")
-    new.add_argument("--preset", required=True, metavar="NAME", help="which one; `rose model presets` lists them")
+    new.add_argument("--preset", required=True, metavar="NAME", help="a preset; `rose model presets` lists them")
     new.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write it")
     new.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same bytes (default 0)")
     new.add_argument("--force", action="store_true", help="replace the model that is already there")
-    show = actions.add_parser("show", help="check a model folder and say what is in it")
+    show = actions.add_parser("show", help="check and describe a model folder")
     show.add_argument("folder", type=Path, metavar="DIR")
     actions.add_parser("presets", help="list the presets")
 
@@ -40,23 +38,16 @@ def _new(arguments: argparse.Namespace) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    from rose.models.folder import load_model_folder
-
-    rows = _description(load_model_folder(arguments.folder))
-    width = max(map(len, rows))
-    for name, text in rows.items():
-        print(f"{name:<{width}}  {text}")
-
-
-def _description(folder: ModelFolder) -> dict[str, str]:
+    from rose.models.model_folder import load_model_folder
     from rose.models.tensors import expected_tensors
 
+    folder = load_model_folder(arguments.folder)
     spec, tokenizer = folder.spec, folder.tokenizer
     names = expected_tensors(spec)
     stored = sorted({folder.tensors.dtype(name) for name in names})
     kv_bytes = 4 * spec.kv_values_per_token
     chat = "with" if tokenizer.chat else "without"
-    return {
+    rows = {
         "model": str(folder.path),
         "family": f"{spec.family} ({spec.architecture})",
         "parameters": f"{sum(map(math.prod, names.values())):,}, stored as {', '.join(stored).lower()}",
@@ -69,6 +60,7 @@ def _description(folder: ModelFolder) -> dict[str, str]:
         "tokenizer": f"{tokenizer.size} tokens, {chat} a chat template",
         "end tokens": ", ".join(f"{token_id} {tokenizer.token(token_id)}" for token_id in spec.eos_token_ids) or "none",
     }
+    print_table(list(rows.items()))
 
 
 def _presets(_: argparse.Namespace) -> None:

@@ -1,10 +1,10 @@
-"""What commands with typed settings share: their two options, the settings those give, and how they speak to people."""
+"""Functions that several commands share: options for typed settings, progress lines and tables."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,22 +13,37 @@ Settings = TypeVar("Settings")
 
 def add_settings_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settings", type=Path, metavar="FILE", help="a YAML file of settings")
+    add_override_option(parser)
+
+
+def add_override_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="one setting; may be repeated"
     )
 
 
 def settings_of(arguments: argparse.Namespace, settings_type: type[Settings], flags: Mapping[str, str]) -> Settings:
-    """The file, then `--set`, then `flags` (option -> setting) that were given. Raises ConfigError."""
-    from rose.config.load import load_settings
-    from rose.config.text import as_override
+    """Return the settings of the file, under `--set`, under `flags` (option -> setting). Raise ConfigError."""
+    from rose.config.loading import load_settings
+    from rose.config.yaml_text import as_override
 
-    given = {key: getattr(arguments, flag) for flag, key in flags.items()}
-    shorter = [as_override(key, value) for key, value in given.items() if value is not None]
-    return load_settings(settings_type, arguments.settings, [*arguments.overrides, *shorter])
+    values = {key: getattr(arguments, flag) for flag, key in flags.items()}
+    overrides = [as_override(key, value) for key, value in values.items() if value is not None]
+    return load_settings(settings_type, arguments.settings, [*arguments.overrides, *overrides])
 
 
 def say(what: str) -> None:
-    """For whoever watches; a program goes on when nobody does any more."""
+    """Print a progress line; a closed terminal does not stop the program."""
     with contextlib.suppress(OSError):
         print(what, flush=True)
+
+
+def print_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent: str = "") -> None:
+    """Print rows in columns as wide as they need; the columns in `right` are flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        cells = (
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths))
+        )
+        print((indent + "  ".join(cells)).rstrip())

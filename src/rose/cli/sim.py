@@ -1,7 +1,6 @@
-"""`rose sim`: a whole rollout cluster in virtual time, with trouble of every kind; one seed is one story.
+"""`rose sim`: simulate a rollout cluster in virtual time under random faults; one seed gives one sequence of events.
 
-Exit status 1 if anything that must always hold did not, with the last events before it and the command that shows it
-again.
+If an invariant is violated, the exit code is 1, and the last events are printed with the command that repeats them.
 """
 
 from __future__ import annotations
@@ -9,25 +8,23 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from rose.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rose.sim.world import Report
-
-SUMMARY = "simulate a rollout cluster with crashes, partitions and reclaimed devices, and check what must always hold"
+SUMMARY = "simulate a rollout cluster with faults, and check its invariants"
 SEEDS_DEFAULT = range(8)
+COUNTS = ("trajectories", "placed", "evicted", "lost", "stalled", "restarts")  # printed per seed
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--seed", type=int, help="one world; the same number is the same story, to the last token")
-    which.add_argument("--seeds", metavar="A..B", help="all worlds from A to B, both included; without any: 0..7")
-    parser.add_argument("--minutes", type=float, help="of trouble, in virtual time, before calm returns")
-    parser.add_argument("--story", action="store_true", help="print everything that happens")
-    parser.epilog = "exit code 0: everything held; 1: something did not"
+    which.add_argument("--seed", type=int, help="simulate one cluster; the same seed gives the same events")
+    which.add_argument("--seeds", metavar="A..B", help="simulate all seeds from A to B (default: 0..7)")
+    parser.add_argument("--minutes", type=float, metavar="M", help="virtual minutes with faults, before they cease")
+    parser.add_argument(
+        "--events", "--story", action="store_true", dest="events", help="print every event (--story: former name)"
+    )
+    parser.epilog = "exit code 0: all invariants held; 1: one did not"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,18 +37,25 @@ def run(arguments: argparse.Namespace) -> int:
     seeds = _seeds(arguments)
     begun_s = time.monotonic()
     for done, seed in enumerate(seeds):
-        if sys.stdout.isatty() and not arguments.story:
-            print(f"\rworld {seed} ({done + 1} of {len(seeds)}) ...\033[K", end="", flush=True)
-        report = simulate(random_scenario(seed, minutes), listen=print if arguments.story else None)
-        if sys.stdout.isatty() and not arguments.story:
+        if sys.stdout.isatty() and not arguments.events:
+            print(f"\rseed {seed} ({done + 1} of {len(seeds)}) ...\033[K", end="", flush=True)
+        report = simulate(random_scenario(seed, minutes), listen=print if arguments.events else None)
+        if sys.stdout.isatty() and not arguments.events:
             print("\r\033[K", end="")
-        print(_line(report))
+        kinds = f"{report.scenario.dedicated} dedicated + {report.scenario.borrowed} borrowed"
+        verdict = "fine" if report.is_fine else "VIOLATION"
+        counts = ", ".join(f"{report.counts.get(name, 0)} {name}" for name in COUNTS)
+        digest = report.story_digest[:8]
+        print(f"seed {seed:>6}  {verdict}  {report.virtual_s:6.1f} s  {kinds}  {counts}  {digest}")
         if not report.is_fine:
-            _explain(report, arguments.story)
+            print(f"\nviolated: {report.violation}")
+            if not arguments.events:
+                print("\n".join(["\nthe last events before it:", *(f"  {line}" for line in report.last_lines)]))
+            print(f"\ntry: {report.scenario.command} --events")
             return 1
-    print(f"\nEverything held in {len(seeds)} worlds ({time.monotonic() - begun_s:.1f} s of yours).")
-    if not arguments.story:
-        print(f"Next: rose sim --seed {seeds[-1]} --story")
+    print(f"\nAll invariants held for {len(seeds)} seeds ({time.monotonic() - begun_s:.1f} s).")
+    if not arguments.events:
+        print(f"Next: rose sim --seed {seeds[-1]} --events")
     return 0
 
 
@@ -64,27 +68,3 @@ def _seeds(arguments: argparse.Namespace) -> range:
     if not (dots and first.isdigit() and last.isdigit() and int(first) <= int(last)):
         raise ConfigError(f"`{arguments.seeds}` names no seeds", hint="write them as 0..99")
     return range(int(first), int(last) + 1)
-
-
-def _line(report: Report) -> str:
-    scenario, counts = report.scenario, report.counts
-    kinds = f"{scenario.dedicated} dedicated + {scenario.borrowed} borrowed"
-    verdict = "fine" if report.is_fine else "VIOLATION"
-    return (
-        f"seed {scenario.seed:>6}  {verdict}  {report.virtual_s:6.1f} s  {kinds}  "
-        + ", ".join(f"{counts.get(name, 0)} {name}" for name in _shown())
-        + f"  {report.story_digest[:8]}"
-    )
-
-
-def _shown() -> Iterable[str]:
-    return ("trajectories", "placed", "evicted", "lost", "stalled", "restarts")
-
-
-def _explain(report: Report, has_been_told: bool) -> None:
-    print(f"\nwhat did not hold: {report.violation}")
-    if not has_been_told:
-        print("\nthe last events before it:")
-        for line in report.last_lines:
-            print(f"  {line}")
-    print(f"\ntry: {report.scenario.command} --story")

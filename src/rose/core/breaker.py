@@ -1,14 +1,13 @@
 """The circuit breaker of one device: lending stops by itself when serving suffers, whatever the reason.
 
-It counts by the second, over the last minute: lent steps and those longer than their upper estimate, deadlines missed
-that serving alone would have met, and requests that kept their budgets. One step in a hundred may be late by design, so
-late steps count as a share; a deadline lost to lending counts one by one. It resumes after a cool-down, which doubles
-while it keeps tripping, or when the owner says so. Late steps alone have harmed nobody yet, and the estimates have
-learnt from them: a machine that changed its pace needs seconds, one that lost deadlines a minute. Each of the two has a
-cool-down of its own: a machine whose steps were late for an hour does not rest the longer for a deadline lost then.
+It counts by the second, over the last minute: lent steps and those longer than their upper estimate, requests, and
+deadlines lost to lending, ambiguous ones included (`core.accountant`). One step in a hundred may be late by design, so
+late steps count as a share; lost deadlines count one by one, and on a busy device as a share too.
 
-Whom late steps have harmed shows when requests end, often while lending rests for them already: such a rest forgives
-late steps only, and deadlines that turn out to be lost lengthen it. The owner's pause ends only by the owner.
+Lending resumes after a cool-down, which doubles while the breaker keeps tripping, or by a command of the operator. Late
+steps alone have harmed no request yet, and the estimates have learnt from them, so their cool-down is shorter. Whom
+late steps have harmed shows when requests end, often during that cool-down: it forgives late steps only, and deadlines
+that turn out to be lost lengthen it. A pause by the operator ends only by the operator.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ class BreakerLimits:
     late_share_max: float = 0.1  # ten times what the upper estimate promises
     late_steps_min: int = 10  # fewer prove nothing
     deadlines_lost_max: int = 3
-    attainment_min: float = 0.95
-    requests_min: int = 20  # fewer prove nothing
-    cool_down_s: float = 60.0
+    lost_share_max: float = 0.01  # of requests; on a busy device a few more than that prove as little
+    cool_down_s: float = 20.0
     late_cool_down_s: float = 5.0  # after late steps
 
 
 @dataclass(slots=True)
-class _Rest:
-    """How long lending rests for one cause; twice as long again unless a minute has passed since the last rest."""
+class _CoolDown:
+    """The cool-down for one cause; each lasts twice as long as the last unless a minute has passed since."""
 
     first_s: float
     factor: int = 1
@@ -49,108 +47,99 @@ class _Rest:
 
 
 @dataclass(slots=True)
-class _Second:
-    second: int
+class _BreakerCounts:
+    """What happened in one second, or in all seconds of the window."""
+
+    second: int = 0
     lent: int = 0
     late: int = 0
     lost: int = 0
     requests: int = 0
-    attained: int = 0
+
+    def add(self, lent: int, late: int, lost: int, requests: int) -> None:
+        self.lent += lent
+        self.late += late
+        self.lost += lost
+        self.requests += requests
 
 
 class Breaker:
-    """Tell it what happened; ask `why_stopped` before lending."""
+    """Report what happened; ask `why_stopped` before lending."""
 
     def __init__(self, limits: BreakerLimits | None = None) -> None:
         self.limits = limits or BreakerLimits()
         self.trips = 0
-        self._seconds: deque[_Second] = deque()
-        self._total = _Second(0)
+        self._seconds: deque[_BreakerCounts] = deque()
+        self._total = _BreakerCounts()
         self._paused: str | None = None
         self._tripped: str | None = None
-        self._resting: _Rest | None = None
+        self._cooling: _CoolDown | None = None
         self._until_s = 0.0
-        self._lost, self._late = _Rest(self.limits.cool_down_s), _Rest(self.limits.late_cool_down_s)
+        self._lost, self._late = _CoolDown(self.limits.cool_down_s), _CoolDown(self.limits.late_cool_down_s)
 
-    # What happened
-
-    def lent(self, now_s: float, *, is_late: bool) -> None:
+    def on_lent_step(self, now_s: float, *, is_late: bool) -> None:
         self._count(now_s, lent=1, late=int(is_late))
 
-    def deadline_lost(self, now_s: float) -> None:
+    def on_deadline_lost(self, now_s: float) -> None:
         self._count(now_s, lost=1)
 
-    def finished(self, now_s: float, *, is_attained: bool) -> None:
-        self._count(now_s, requests=1, attained=int(is_attained))
+    def on_finished(self, now_s: float) -> None:
+        """Count a serving request that has ended."""
+        self._count(now_s, requests=1)
 
     def pause(self, why: str = "paused by the owner") -> None:
         self._paused = why
 
     def resume(self) -> None:
-        """By the owner: at once, with a clean slate."""
-        self._paused = self._tripped = self._resting = None
+        """Resume at once by a command of the operator, and forget what happened before."""
+        self._paused = self._tripped = self._cooling = None
         self._until_s = 0.0
         self._lost.factor = self._late.factor = 1
         self._forget()
 
-    # Whether to lend
-
     def why_stopped(self, now_s: float) -> str | None:
-        """The reason not to lend now, or None."""
-        if self._resting is not None and now_s >= self._until_s:
-            self._end_rest()
-        if self._resting is not self._lost:
-            self._expire(now_s)
-            crossed = self._crossed()
-            if crossed is not None and crossed[1] is not self._resting:
-                self._trip(*crossed, now_s)
+        """Return the reason not to lend now, or None."""
+        if self._cooling is not None and now_s >= self._until_s:
+            self._end_cool_down()
+        if self._cooling is not self._lost:
+            while self._seconds and self._seconds[0].second < now_s - WINDOW_S:
+                gone = self._seconds.popleft()
+                self._total.add(-gone.lent, -gone.late, -gone.lost, -gone.requests)
+            self._trip_if_crossed(now_s)
         return self._paused or self._tripped
 
-    def _trip(self, reason: str, rest: _Rest, now_s: float) -> None:
+    def _trip_if_crossed(self, now_s: float) -> None:
+        total, limits = self._total, self.limits
+        if total.lost > max(limits.deadlines_lost_max, limits.lost_share_max * total.requests):
+            cool_down, reason = self._lost, f"{total.lost} deadlines lost to lending in a minute"
+        elif total.late >= limits.late_steps_min and total.late > limits.late_share_max * total.lent:
+            reason = f"{total.late} of {total.lent} lent steps longer than their estimate in a minute"
+            cool_down = self._late
+        else:
+            return
+        if cool_down is self._cooling:
+            return
         self.trips += 1
-        self._tripped, self._resting = f"circuit breaker: {reason}", rest
-        rest.begin(now_s)
-        self._until_s = max(self._until_s, rest.until_s)
+        self._tripped, self._cooling = f"circuit breaker: {reason}", cool_down
+        cool_down.begin(now_s)
+        self._until_s = max(self._until_s, cool_down.until_s)
 
-    def _end_rest(self) -> None:
-        """What it was for is forgotten; after lost deadlines that is everything."""
-        if self._resting is self._late:
-            self._forget_steps()
+    def _end_cool_down(self) -> None:
+        """Forget what caused it; after lost deadlines that is everything."""
+        if self._cooling is self._late:
+            for counts in (*self._seconds, self._total):
+                counts.lent = counts.late = 0
         else:
             self._forget()
-        self._tripped = self._resting = None
+        self._tripped = self._cooling = None
 
-    def _crossed(self) -> tuple[str, _Rest] | None:
-        """Which limit, in words, and the rest that is due for it."""
-        total, limits = self._total, self.limits
-        if total.lost > limits.deadlines_lost_max:
-            return f"{total.lost} deadlines lost to lending in a minute", self._lost
-        if total.requests >= limits.requests_min and total.attained < limits.attainment_min * total.requests:
-            return f"{total.attained} of {total.requests} requests kept their budgets in a minute", self._lost
-        if total.late >= limits.late_steps_min and total.late > limits.late_share_max * total.lent:
-            return f"{total.late} of {total.lent} lent steps longer than their estimate in a minute", self._late
-        return None
-
-    # Counting
-
-    def _count(self, now_s: float, **changes: int) -> None:
+    def _count(self, now_s: float, lent: int = 0, late: int = 0, lost: int = 0, requests: int = 0) -> None:
         second = int(now_s)
         if not self._seconds or self._seconds[-1].second < second:
-            self._seconds.append(_Second(second))
-        for name, change in changes.items():
-            for counted in (self._seconds[-1], self._total):
-                setattr(counted, name, getattr(counted, name) + change)
-
-    def _expire(self, now_s: float) -> None:
-        while self._seconds and self._seconds[0].second < now_s - WINDOW_S:
-            gone = self._seconds.popleft()
-            for name in ("lent", "late", "lost", "requests", "attained"):
-                setattr(self._total, name, getattr(self._total, name) - getattr(gone, name))
-
-    def _forget_steps(self) -> None:
-        for counted in (*self._seconds, self._total):
-            counted.lent = counted.late = 0
+            self._seconds.append(_BreakerCounts(second))
+        for counts in (self._seconds[-1], self._total):
+            counts.add(lent, late, lost, requests)
 
     def _forget(self) -> None:
         self._seconds.clear()
-        self._total = _Second(0)
+        self._total = _BreakerCounts()

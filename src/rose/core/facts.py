@@ -1,4 +1,4 @@
-"""What happened, as frozen values: the only thing the core's decisions are made from."""
+"""Facts and grants: frozen values that say what happened, on which every decision depends, and what may run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepFeatures:
-    """The shape of one engine step, which is all that its duration is predicted from.
+    """The shape of one engine step, from which its duration is predicted.
 
     `kv_read_tokens` sums, over the step's requests, the cached tokens each of them attends to;
-    `new_by_context` sums new tokens x the tokens in front of them, the quadratic part of a prefill.
+    `new_by_context` sums new tokens times the tokens before them, the quadratic part of a prefill.
     """
 
     new_tokens: int = 0
@@ -22,7 +22,7 @@ class StepFeatures:
 
 @dataclass(frozen=True, slots=True)
 class WaitingRequest:
-    """A request without its first token yet. `tokens_left` of its prompt are still to be computed."""
+    """A request without its first token. `tokens_left` of its prompt are not computed yet."""
 
     arrival_s: float
     tokens_left: int
@@ -30,19 +30,24 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """A request that is decoding. `last_token_s` is when its newest token was made."""
+    """A request that is decoding. `last_token_s` is the time of its newest token, the last of `tokens`.
+
+    Without `first_token_s` it has no slack from earlier tokens.
+    """
 
     last_token_s: float
     context_tokens: int
     arrival_s: float = math.inf
+    first_token_s: float = -math.inf
+    tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ServingView:
-    """Everything about a device's serving side that lending is decided from.
+    """The serving side of a device, as admission sees it.
 
-    `number` grows by one per view. The last step's shape and duration are for learning what steps cost;
-    `kv_used_bytes` counts what requests hold, not what is only cached.
+    `number` grows by one per view. The last step's shape and duration calibrate the latency model. `kv_used_bytes`
+    counts what requests hold, without the prefix cache.
     """
 
     number: int
@@ -59,14 +64,14 @@ class ServingView:
 
     @property
     def oldest_arrival_s(self) -> float:
-        """Of all requests that are here; infinite without any."""
+        """Return the earliest arrival of all requests; infinite without any."""
         waiting = [request.arrival_s for request in self.waiting]
         return min(waiting + [request.arrival_s for request in self.running], default=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """What rollouts could run now: sequences that decode, and prompt tokens waiting to be computed.
+    """The rollout side of a device: decoding sequences, and prompt tokens that wait.
 
     `context_tokens` is the mean context of the sequences that decode.
     """
@@ -79,7 +84,7 @@ class RolloutView:
 
 @dataclass(frozen=True, slots=True)
 class LendingAsked:
-    """Both sides of a device at the moment of a decision on lending."""
+    """Both sides of a device at an admission decision."""
 
     serving: ServingView
     rollout: RolloutView
@@ -87,11 +92,28 @@ class LendingAsked:
 
 @dataclass(frozen=True, slots=True)
 class RunResumed:
-    """A job goes on behind this step: whatever was said before of `next_group` and later ones counts no more.
+    """A job resumes after this step. Earlier facts about `next_group` and later groups are void.
 
-    Nor what was said of `outstanding`: no step has learnt from them, and they are drawn again.
+    Facts about `outstanding` groups are void too: no step has trained on them, and they are drawn again.
     """
 
     step: int
     next_group: int
     outstanding: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Permission to run steps of at most this size until `until_s`; an expired grant permits nothing.
+
+    A device that plans a step before it runs drops a plan whose upper estimate exceeds `step_s_max`.
+    """
+
+    tokens: int
+    sequences: int
+    until_s: float
+    reason: str = ""
+    step_s_max: float = math.inf
+
+    def is_open(self, now_s: float) -> bool:
+        return self.tokens > 0 and self.sequences > 0 and now_s < self.until_s

@@ -1,21 +1,19 @@
-"""How long a step will take, and how long at most, from its shape alone; one model per (model, device).
+"""How long a step will take, and at most, from its shape alone; one model per (model, device).
 
     prediction = corrections x (constant + new tokens + KV read + new x context + sequences), none negative
     upper      = prediction x exp(margin)
 
-The five constants are fitted to the steps of a start-up profile, on relative errors, with outliers weighing less, and
-again now and then to a few recent steps of every kind, so that a thousand decodes do not drown ten prompts. What five
-constants cannot say (tiles of rows, cache sizes) is said by a factor per region of shapes. What hits every shape alike
-(another process, a warm core) is the drift, followed within tens of steps; what hits the next step only is the echo of
-the last one. Short and long steps are slowed by different things, and a step behind one several times as long finds
-cold caches (a quarter more on a CPU), so each such class has a bias of its own. All of it learns from clipped errors: a
-process stopped for 50 ms teaches less than a step that was a fifth too long.
+The five constants are fitted to the steps of a start-up profile, on relative errors, and again now and then to a few
+recent steps of every region of shapes. What five constants cannot express (tiles of rows, cache sizes) is a factor per
+region. What affects every shape alike (another process, a warm core) is the drift, followed within tens of steps; what
+affects the next step only is the echo of the last one. Short and long steps, and steps behind one several times as long
+(cold caches), are classes with a bias of their own. All of it learns from clipped errors: a process stopped for 50 ms
+teaches less than a step that was a fifth too long.
 
 The upper estimate is online conformal prediction. A class counts the errors of its last thousand steps or so, and its
-margin is the error that 1 in 100 of them passed, times a stretch. The stretch rises by a notch after a miss and falls
-by a hundredth of one after a hit, so that in the long run 99 steps in 100 are covered, whatever the errors look like.
-A few stalls early on can make it so wide that nothing may run, and what does not run teaches nothing: `relax`, to be
-called then, believes the worst of the past by half.
+margin is the error that 1 in 100 of them exceeded, times a stretch that rises after a miss and falls slightly after a
+hit, so that in the long run 99 steps in 100 are covered. A few stalls early on can make it so wide that nothing may
+run, and what does not run teaches nothing: `relax`, to be called then, halves the weight of the worst of the past.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ MARGIN_LOG_MIN = 0.03  # clocks and interrupts alone make this much
 MARGIN_LOG_START = 0.15
 MARGIN_LOG_MAX = 7.0  # a thousand times the prediction: a short step on a device that is often stopped
 FORGET_STEPS = 1000  # a step this long ago counts a third of one now
-PRIOR_STEPS = 50  # what a class that was not seen yet takes over from the most like one
+PRIOR_STEPS = 50  # what a class that was not seen yet takes over from the most similar one
 LOOK_EVERY = 16  # steps; and after every miss
 NOTCH_LOG = 0.02  # what a miss raises the stretch by: more is quicker and overshoots
 STRETCH_MIN, STRETCH_MAX = 0.25, 16.0
@@ -58,6 +56,7 @@ KEPT_PER_REGION = 4
 REGIONS_MAX = 256  # 1,024 steps at most, which keeps a refit at a few milliseconds
 REFIT_EVERY = 2048
 PROFILE_TOKENS_MAX = 2048  # of prompts in one batch of a profile
+PROFILE_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 RAISE, LOWER = math.exp(NOTCH_LOG * (1 - MISSES_WANTED)), math.exp(-NOTCH_LOG * MISSES_WANTED)
 BINS = 2 + int(BINS_PER_OCTAVE * math.log2(1 + MARGIN_LOG_MAX / FIRST_OCTAVE_LOG))
@@ -76,23 +75,19 @@ class ProfileShape:
 
 
 def profile_plan(max_step_tokens: int, max_sequences: int, max_context_tokens: int) -> list[ProfileShape]:
-    """What to run at start-up: small to large in each feature, decodes and chunks of prompts; 16,000 prompt tokens."""
+    """Return the batches to run at start-up: decodes and chunks of prompts small to large; 16,000 prompt tokens."""
     plan: list[ProfileShape] = []
     for context in (16, 128, 512, PROFILE_TOKENS_MAX):
-        for requests in _spread(max_sequences):
+        for requests in sorted({min(max_sequences, count) for count in (*PROFILE_BATCHES, max_sequences)}):
             if requests * context <= PROFILE_TOKENS_MAX and context + 16 < max_context_tokens:
                 chunk = max(requests, max_step_tokens >> (len(plan) % 4))
                 plan.append(ProfileShape(requests, context, chunk, decode_steps=6))
     return plan
 
 
-def _spread(most: int) -> list[int]:
-    return sorted({min(most, count) for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, most)})
-
-
 @dataclass(slots=True)
 class _Region:
-    """Shapes that are alike: how far off the constants are there, and its newest steps, as without drift."""
+    """Similar shapes: how far off the constants are there, and the newest steps, corrected for drift."""
 
     log_factor: float = 0.0
     factor: float = 1.0
@@ -108,8 +103,7 @@ class _Region:
 
 
 def _bin_of(error_log: float) -> int:
-    """0 is everything that was no longer than predicted."""
-    if error_log <= 0:
+    if error_log <= 0:  # all that was no longer than predicted
         return 0
     return min(BINS - 1, 1 + int(BINS_PER_OCTAVE * math.log2(1 + error_log / FIRST_OCTAVE_LOG)))
 
@@ -122,7 +116,7 @@ def _first_counts() -> list[float]:
 
 @dataclass(slots=True)
 class _Class:
-    """Steps of about one length, behind a much longer one or not: their bias, and how far errors reach."""
+    """Steps of about one length, behind a much longer one or not: their bias, and the distribution of errors."""
 
     counts: list[float] = field(default_factory=_first_counts)
     total: float = float(PRIOR_STEPS)
@@ -135,8 +129,8 @@ class _Class:
     margin_log: float = MARGIN_LOG_START
     factor: float = math.exp(MARGIN_LOG_START)
 
-    def heir(self) -> _Class:
-        """A class that was not seen yet and is most like this one."""
+    def successor(self) -> _Class:
+        """Return a class for steps that were not seen yet and are most similar to these."""
         share = PRIOR_STEPS / self.total
         return _Class(
             [count * share for count in self.counts],
@@ -147,7 +141,7 @@ class _Class:
         )
 
     def learn(self, error_log: float, lesson_log: float) -> bool:
-        """From one step; True if it missed."""
+        """Learn from one step, and return whether it exceeded the margin."""
         is_miss = error_log > self.margin_log
         self.bias_log += BIAS_RATE * (lesson_log - BIAS_LEAK * self.bias_log)
         self.bias_log = max(-BIAS_LOG_MAX, min(BIAS_LOG_MAX, self.bias_log))
@@ -158,19 +152,18 @@ class _Class:
         self.seen += 1
         self.stretch = max(STRETCH_MIN, min(STRETCH_MAX, self.stretch * (RAISE if is_miss else LOWER)))
         if is_miss or self.seen % LOOK_EVERY == 0:
-            self._look()
+            self._update_margin()
         return is_miss
 
     def relax(self) -> None:
-        """What was worse than usual weighs half as much."""
+        """Halve the weight of errors that were larger than usual."""
         first = _bin_of(MARGIN_LOG_START) + 1
         self.counts[first:] = [count / 2 for count in self.counts[first:]]
         self.total = sum(self.counts)
         self.stretch = min(self.stretch, max(1.0, math.sqrt(self.stretch)))
-        self._look()
+        self._update_margin()
 
-    def _look(self) -> None:
-        """How far do errors reach, but for the share that may miss?"""
+    def _update_margin(self) -> None:
         if self.weight > 1e9:
             self.counts = [count / self.weight for count in self.counts]
             self.total, self.weight = self.total / self.weight, 1.0
@@ -201,33 +194,37 @@ class LatencyModel:
     def is_calibrated(self) -> bool:
         return bool(self.constants)
 
-    # Asking
+    @property
+    def is_refit_due(self) -> bool:
+        return self.observed >= self._refit_at
+
+    # Predicting
 
     def predict(self, features: StepFeatures) -> float:
         if features.sequences == 0:
             return 0.0
         steady_s = self._steady_s(features)
-        return self._corrected_s(steady_s, self._class_like(steady_s))
+        return self._corrected_s(steady_s, self._similar_class(steady_s))
 
     def upper(self, features: StepFeatures) -> float:
-        """What 99 in 100 steps like this one stay under, if it is the next."""
+        """Return the time that 99 in 100 steps like this one stay under, if it is the next."""
         if features.sequences == 0:
             return 0.0
         steady_s = self._steady_s(features)
-        like = self._class_like(steady_s)
-        return self._corrected_s(steady_s, like) * like.factor
+        similar = self._similar_class(steady_s)
+        return self._corrected_s(steady_s, similar) * similar.factor
 
     def _steady_s(self, features: StepFeatures) -> float:
-        """Whatever the last step was."""
+        """Return the prediction that does not depend on the last step."""
         region = self._regions.get(_region_of(features))
         base_s = self._base_s(features) * self._drift
         return base_s * region.factor if region is not None else base_s
 
-    def _corrected_s(self, steady_s: float, like: _Class) -> float:
-        return steady_s * like.bias * (1 + self._echo_in(steady_s))
+    def _corrected_s(self, steady_s: float, similar: _Class) -> float:
+        return steady_s * similar.bias * (1 + self._echo_in(steady_s))
 
     def _echo_in(self, steady_s: float) -> float:
-        """What slowed a short step says little about a long one."""
+        # What slowed a short step says little about a long one.
         return self._echo_log if steady_s <= self._last_s else self._echo_log * self._last_s / steady_s
 
     def _base_s(self, features: StepFeatures) -> float:
@@ -242,20 +239,34 @@ class LatencyModel:
             + sequences * features.sequences
         )
 
+    def _similar_class(self, steady_s: float) -> _Class:
+        """Return the class of a length, or of the next shorter one that was seen, whose errors are usually wider."""
+        size, is_cold = self._class_key(steady_s)
+        similar = self._classes.get((size, is_cold))
+        while similar is None and size >= 0:
+            similar = self._classes.get((size, False))
+            size -= 1
+        return similar or next(iter(self._classes.values()), NOTHING_SEEN)
+
+    def _class_key(self, steady_s: float) -> tuple[int, bool]:
+        # Each size is four times as long as the one before; 0 is up to a quarter of a millisecond.
+        return int(min(steady_s, 1e6) * 4096).bit_length() >> 1, self._last_s > COLD_RATIO * steady_s
+
     # Learning
 
     def observe(self, features: StepFeatures, seconds: float) -> None:
-        """One step that ran; it costs microseconds. Before the first fit it only counts towards it."""
+        """Learn from one step that ran; it costs microseconds. Before the first fit it only counts towards it."""
         if features.sequences == 0 or not 0 < seconds < math.inf:
             return
         region = self._region(features)
         region.kept.append((features, seconds / self._drift))
         steady_s = self._steady_s(features)
-        if 0 < steady_s < math.inf:
-            self._learn(region, steady_s, seconds)
-
-    def _learn(self, region: _Region, steady_s: float, seconds: float) -> None:
-        own = self._own_class(steady_s)
+        if not 0 < steady_s < math.inf:
+            return
+        key = self._class_key(steady_s)
+        if key not in self._classes:
+            self._classes[key] = self._similar_class(steady_s).successor()
+        own = self._classes[key]
         error_log = math.log(seconds / self._corrected_s(steady_s, own))
         lesson_log = _lesson(error_log)
         self._echo_log, self._last_s = ECHO * _lesson(error_log + self._echo_in(steady_s)), seconds
@@ -267,14 +278,14 @@ class LatencyModel:
         self._drift = math.exp(self.drift_log)
 
     def relax(self) -> None:
-        """For long nothing was allowed to run, by what `upper` says: it may be wrong, and only steps would tell."""
-        for one in self._classes.values():
-            one.relax()
+        """Lower the estimates if `upper` has let nothing run for long: it may be wrong, and only steps would tell."""
+        for each in self._classes.values():
+            each.relax()
         self.drift_log, self._echo_log = self.drift_log / 2, 0.0
         self._drift = math.exp(self.drift_log)
 
     def forget(self) -> None:
-        """All of it: not calibrated, as at first."""
+        """Forget everything; the model is no longer calibrated."""
         vars(self).update(vars(LatencyModel()))
 
     def _region(self, features: StepFeatures) -> _Region:
@@ -286,32 +297,10 @@ class LatencyModel:
             region = self._regions[key] = _Region()
         return region
 
-    def _class_like(self, steady_s: float) -> _Class:
-        """A length that was not seen yet is like the next shorter one, whose errors are the wider as a rule."""
-        size, is_cold = self._class_of(steady_s)
-        found = self._classes.get((size, is_cold))
-        while found is None and size >= 0:
-            found = self._classes.get((size, False))
-            size -= 1
-        return found or next(iter(self._classes.values()), NOTHING_SEEN)
-
-    def _own_class(self, steady_s: float) -> _Class:
-        name = self._class_of(steady_s)
-        if name not in self._classes:
-            self._classes[name] = self._class_like(steady_s).heir()
-        return self._classes[name]
-
-    def _class_of(self, steady_s: float) -> tuple[int, bool]:
-        return _size_of(steady_s), self._last_s > COLD_RATIO * steady_s
-
     # Fitting
 
-    @property
-    def is_refit_due(self) -> bool:
-        return self.observed >= self._refit_at
-
     def fit(self, samples: Iterable[Sample]) -> bool:
-        """Take a profile's steps, in order. False, and not calibrated, if there are too few of them."""
+        """Fit to the steps of a profile, in order. Return False, and stay not calibrated, if there are too few."""
         steps = [(features, seconds) for features, seconds in samples if features.sequences and 0 < seconds < math.inf]
         for features, seconds in steps:
             self._region(features).kept.append((features, seconds / self._drift))
@@ -322,7 +311,7 @@ class LatencyModel:
         return True
 
     def refit(self) -> bool:
-        """Fit the constants again to steps kept from all regions. Milliseconds: call it when nobody waits."""
+        """Fit the constants again to steps kept from all regions. It takes milliseconds: call it while idle."""
         self._refit_at = self.observed + REFIT_EVERY
         return self._fit_to([sample for region in self._regions.values() for sample in region.kept])
 
@@ -333,7 +322,7 @@ class LatencyModel:
         for region in self._regions.values():
             logs = sorted(math.log(seconds / self._base_s(features)) for features, seconds in region.kept)
             middle = logs[len(logs) // 2] if logs else 0.0
-            region.set(middle * len(logs) / (len(logs) + 1))  # a lonely step is believed by half
+            region.set(middle * len(logs) / (len(logs) + 1))  # a single step counts by half
         return True
 
 
@@ -345,20 +334,15 @@ def _lesson(error_log: float) -> float:
     return clipped if -STALL_LOG < error_log < STALL_LOG else clipped * STALL_LOG / abs(error_log)
 
 
-def _size_of(steady_s: float) -> int:
-    """Each size is four times as long as the one before; 0 is up to a quarter of a millisecond."""
-    return int(min(steady_s, 1e6) * 4096).bit_length() >> 1
-
-
 def _region_of(features: StepFeatures) -> tuple[int, int, int]:
-    """Few new tokens exactly, many by octaves; sequences by octaves; context by factors of four."""
+    """Return few new tokens exactly and many by octaves, sequences by octaves, context by factors of four."""
     new = features.new_tokens
     context = features.new_by_context // new if new else 0
     return min(new, 8 + new.bit_length()), features.sequences.bit_length(), context.bit_length() >> 1
 
 
 def _fit(samples: Sequence[Sample]) -> tuple[float, ...]:
-    """Constants that keep relative errors small; prompts as a whole weigh as much as decoding."""
+    """Return constants that keep relative errors small; prompts as a whole weigh as much as decoding."""
     seconds = np.array([taken_s for _, taken_s in samples])
     shapes = [(1, f.new_tokens, f.kv_read_tokens, f.new_by_context, f.sequences) for f, _ in samples]
     relative = np.array(shapes, float) / seconds[:, None]
@@ -369,14 +353,14 @@ def _fit(samples: Sequence[Sample]) -> tuple[float, ...]:
     weights = shares
     for _ in range(FIT_ROUNDS):
         weighted = relative * weights[:, None]
-        constants = _without_negatives(weighted.T @ relative, weighted.sum(axis=0))
+        constants = _solve_without_negatives(weighted.T @ relative, weighted.sum(axis=0))
         errors = np.abs(relative @ constants - 1)
         weights = shares * np.minimum(1.0, HUBER / np.maximum(errors, 1e-9))
     return tuple(float(constant) for constant in constants / scale)
 
 
-def _without_negatives(gram: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares; the constant that comes out most negative is taken as zero and the rest is solved again."""
+def _solve_without_negatives(gram: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Solve least squares; the most negative constant is taken as zero and the rest is solved again."""
     used = np.diag(gram) > 0
     # Features that only ever vary together share their cost, rather than cancel each other.
     gram = gram + 1e-9 * np.trace(gram) * np.eye(len(gram))

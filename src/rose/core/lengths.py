@@ -1,13 +1,11 @@
-"""How long trajectories and answers will be, from those that have ended.
+"""Predicted lengths of trajectories and answers, learned from those that ended.
 
-Lengths of agentic trajectories are about log-normal, and siblings, which play the same task, resemble each other. How
-much they do is learnt too: the variance of log-lengths is split into that between groups and that within them, and a
-group's own mean counts for more the more siblings have finished and the more alike siblings have been. A trajectory
-that has produced so much already is at least that long: what remains is the mean of the tail beyond it, so the
-estimate of one that does not end grows, as it should.
+Lengths of agentic trajectories are about log-normal, and trajectories of one group resemble each other. The variance of
+log-lengths is split into the part between groups and the part within groups. A group's own mean weighs more, the more
+of its trajectories have ended and the smaller the part within groups is. The remaining length of a trajectory is the
+conditional mean beyond what it has generated, so the estimate of one that does not end keeps growing.
 
-Short siblings finish first, so means begin too low. The tail beyond what a trajectory has produced sets that right for
-those that matter: the long ones.
+Short trajectories end first, so means start too low. The conditional mean corrects that for the long ones.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-FINISHED_MIN = 8  # fewer trajectories say nothing about the next
-ANSWERS_MIN = 32
-ANSWERS_KEPT = 512
+FINISHED_MIN = 8  # fewer trajectories predict nothing
+ANSWERS_MIN = 32  # fewer answers predict nothing: `max_tokens` is assumed
+ANSWERS_KEPT = 512  # the newest, so that a change of the model shows
 ANSWER_QUANTILE = 0.95
-GROUPS_KEPT = 4096  # a group is over long before so many have come after it
+GROUPS_KEPT = 4096  # a group has ended long before so many have followed it
 VARIANCE_MIN = 0.01  # of log-lengths: a tenth more or less is always possible
 
 
 @dataclass(slots=True)
 class _Moments:
-    """Of log-lengths."""
+    """Running moments of log-lengths."""
 
     count: int = 0
     total: float = 0.0
@@ -44,12 +42,12 @@ class _Moments:
 
     @property
     def deviations(self) -> float:
-        """Sum of squared distances from the mean."""
+        """Return the sum of squared distances from the mean."""
         return max(0.0, self.squares - self.total * self.total / self.count)
 
 
 class Answers:
-    """Tokens of single turns: their mean, and what only one in twenty exceeds."""
+    """Lengths of single turns in tokens: their mean and 95th percentile."""
 
     def __init__(self) -> None:
         self._newest: deque[int] = deque()
@@ -77,7 +75,7 @@ class Answers:
 
 
 class Lengths:
-    """Tell it of every trajectory that ended; ask what remains of one that has not. Lengths are generated tokens."""
+    """Lengths of trajectories in generated tokens: report those that ended, ask what remains of the others."""
 
     def __init__(self) -> None:
         self._all = _Moments()
@@ -85,9 +83,9 @@ class Lengths:
         self._within = 0.0  # sum over groups of squared distances from the group's mean
         self._within_freedom = 0
         self._between = _Moments()
-        self._known: dict[str | None, tuple[float, float]] = {}  # what is expected of a group, until another one ends
+        self._known: dict[str | None, tuple[float, float]] = {}  # prediction by group, until another trajectory ends
 
-    def finished(self, group: str | None, tokens: int) -> None:
+    def on_finished(self, group: str | None, tokens: int) -> None:
         value = math.log(max(1, tokens))
         self._known.clear()
         self._all.add(value)
@@ -106,7 +104,7 @@ class Lengths:
 
     @property
     def likeness(self) -> float:
-        """Between 0, siblings are strangers, and 1, all alike: the share of the variance that lies between groups."""
+        """Return the share of the variance that lies between groups: 0 for unrelated members, 1 for equal ones."""
         if self._within_freedom < FINISHED_MIN:
             return 0.0
         total = self._all.deviations / max(1, self._all.count - 1)
@@ -114,7 +112,7 @@ class Lengths:
         return min(0.99, max(0.0, 1.0 - within / total)) if total > 0 else 0.0
 
     def remaining(self, group: str | None, done_tokens: int) -> float | None:
-        """Tokens that a trajectory is still expected to generate; None while too little is known."""
+        """Return how many more tokens a trajectory is expected to generate, or None if unknown."""
         if self._all.count < FINISHED_MIN:
             return None
         known = self._known.get(group)
@@ -124,7 +122,7 @@ class Lengths:
         return _mean_beyond(*known, done_tokens) - done_tokens
 
     def _outlook(self, group: str | None) -> tuple[float, float]:
-        """Mean and variance of the log-length of one more of this group."""
+        """Return mean and variance of the log-length of another trajectory of this group."""
         mean, variance = self._all.mean, self._all.deviations / max(1, self._all.count - 1)
         siblings = self._groups.get(group) if group is not None else None
         if siblings is None:
@@ -135,17 +133,17 @@ class Lengths:
 
 
 def _mean_beyond(mean: float, deviation: float, done: float) -> float:
-    """Of a log-normal length, given that it is more than `done`."""
+    """Return the mean of a log-normal length, given that it exceeds `done`."""
     whole = math.exp(mean + deviation * deviation / 2)
     if done < 1:
         return whole
     distance = (math.log(done) - mean) / deviation
     likely = _tail(distance)
-    if likely < 1e-9:  # beyond all experience: as long again
+    if likely < 1e-9:  # beyond all observations: assume as much again
         return 2.0 * done
     return max(done + 1.0, whole * _tail(distance - deviation) / likely)
 
 
 def _tail(distance: float) -> float:
-    """How likely a normal value is further than so many deviations above its mean."""
+    """Return the probability that a normal value is so many deviations above its mean."""
     return 0.5 * math.erfc(distance / math.sqrt(2.0))

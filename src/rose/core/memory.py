@@ -1,27 +1,25 @@
-"""How much of a device's KV memory the rollouts may hold, in pages of one pool; serving first.
+"""The KV memory that rollouts may hold on a device, in pages of one pool; serving goes first.
 
-Serving owns what the rollouts' budget leaves. It is never asked to run close: beyond what its requests hold, a
-*headroom* stays free for it. While it grows into that room nothing happens, until more than half of the headroom is
-used (the high watermark). Then at once: the rollouts' budget is halved, and cut further if half is not enough to put
-serving under the watermark again; rollouts that no longer fit are evicted, and their pages are handed over. After
-that the budget holds still. Cutting late costs a user's deadline, growing early costs a rollout its prefill twice.
+Serving owns what the rollouts' budget leaves. Beyond the pages of its requests a *headroom* stays free for it: a share
+of the pool, or what the next burst needs if that is more. When serving uses more than half of the headroom (the high
+watermark), the rollouts' budget is halved, and cut further until serving is under the watermark again. Rollouts that
+no longer fit are evicted and hand their pages over. Then the budget stays constant for a while: a late cut costs a
+user's deadline, early growth costs a rollout its prefill twice.
 
                     watermark                handed over               room, long enough
         OPEN ----------------> PRESSURE -------------------> FROZEN ---------------------> REGROW --> OPEN
                                    ^-------------- watermark, from anywhere --------------'
 
-Growing back never starts within `hold_s` of the last cut. By the rule `swap` (the paper's) it happens at the next
-weight swap that finds room, to all that leaves the headroom free; by `hysteresis` a step at a time, each after
-`step_s` in which it would have left the headroom free, the first after `hold_s` of that. Only a cut, or the device's
-owner, lowers a budget. A pool is a promise of the system's: if it has no memory for a page that serving needs, that is
-a cut too, by which rollouts give up as many pages as the system refused.
+The budget never grows within `hold_s` of the last cut. With `swap` (the paper's rule) it grows at the next weight swap
+that finds room, to all that leaves the headroom free. With `hysteresis` it grows by a step every `step_s` in which the
+headroom stayed free, at first after `hold_s`. Only a cut or the owner's limit lowers it. If the system refuses memory
+for a page that serving needs, the budget is cut by the refused pages.
 
-Lending makes serving's requests live longer, and a request that lives twice as long holds its memory twice as long:
-the same traffic will need that much more. So the headroom is multiplied by `lending_stretch` (how much longer requests
-live than alone, on average) and steps are divided by it; `status` shows both. `LendingStretch` counts it.
+Lending prolongs serving requests, so the same traffic holds more memory. The headroom is multiplied, and steps are
+divided, by `lending_stretch`, the residence-time inflation that `ResidenceInflation` measures.
 
-Facts in, decisions out: it is asked with every sample, before a step, and whenever serving asks for a page. Budgets
-and not pages held are compared, so a decision counts from the moment it is made; `Evict` repeats until it is obeyed.
+`observe` is called with every sample: before a step, and whenever serving asks for a page. Budgets are compared, not
+pages held, so a decision counts at once; `Evict` repeats until it is executed.
 """
 
 from __future__ import annotations
@@ -38,11 +36,14 @@ from rose.errors import ConfigError
 
 Regrowth = Literal["swap", "hysteresis"]
 
-STRETCH_REQUESTS = 100  # a minute or so of a small device's traffic
-STRETCH_SEEN_MAX = 20.0  # one request that waited through a long lull must not stand for all
+STRETCH_REQUESTS = 100  # about a minute of a small device's traffic
+BURST_SHARE_MAX = 0.8  # of the pool as headroom for bursts: less than the rest is not worth lending
+STRETCH_SEEN_MAX = 20.0  # bounds the weight of a single request
 
 
 class State(Enum):
+    """The state of the budget."""
+
     OPEN = "open"
     PRESSURE = "pressure"
     FROZEN = "frozen"
@@ -50,6 +51,8 @@ class State(Enum):
 
 
 class Event(Enum):
+    """What moves the budget to another state."""
+
     WATERMARK_CROSSED = "serving is over its high watermark"
     HANDED_OVER = "rollouts hold no more than their budget"
     GROWTH_DUE = "there was room for long enough, or new weights"
@@ -70,13 +73,15 @@ NEXT: dict[State, dict[Event, State]] = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
+    """The settings of the policy."""
+
     headroom_share: float = 0.2  # of the pool; the paper's
-    watermark_share: float = 0.5  # of the headroom: half is left for what arrives while pages are handed over
+    watermark_share: float = 0.5  # of the headroom: half remains for arrivals while pages are handed over
     regrowth: Regrowth = "hysteresis"
     hold_s: float = 10.0
     step_share: float = 0.05  # of the pool
     step_s: float = 1.0
-    stretch_max: float = 3.0  # beyond it the headroom would be most of the pool, and lending pointless anyway
+    stretch_max: float = 3.0  # beyond it the headroom would be most of the pool
 
     def __post_init__(self) -> None:
         if not 0 < self.headroom_share < 1:
@@ -88,16 +93,16 @@ class MemoryLimits:
                 "hold and step times are not negative, a step is a share of the pool, a stretch at least 1"
             )
         if self.regrowth not in ("swap", "hysteresis"):
-            raise ConfigError(f"no rule of growth is called {self.regrowth!r}", hint="use swap or hysteresis")
+            raise ConfigError(f"unknown regrowth rule {self.regrowth!r}", hint="use swap or hysteresis")
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySampled:
-    """A fact: where the pages are. `serving_pages` hold blocks of its requests; what is only cached can go.
+    """A fact: who holds the pages. `serving_pages` hold blocks of requests, without the prefix cache.
 
-    `serving_asks_pages` is what serving needs for its next step beyond those; `owner_limit_pages` is the most the
-    device's owner allows rollouts; `weights_swapped` says that new weights came since the last sample; the system has
-    no memory for `refused_pages` of those that serving asks for.
+    `serving_asks_pages` is what serving needs beyond those for its next step. `owner_limit_pages` is the owner's limit
+    for rollouts. `weights_swapped` says that new weights arrived since the last sample. The system refused memory for
+    `refused_pages` of those that serving asks for. The next burst of requests may need `burst_pages`.
     """
 
     serving_pages: int
@@ -107,11 +112,12 @@ class MemorySampled:
     owner_limit_pages: int | None = None
     weights_swapped: bool = False
     refused_pages: int = 0
+    burst_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SetRolloutBudget:
-    """Rollouts hold at most this many pages from now on; the rest of the pool is serving's."""
+    """Limit rollouts to this many pages; the rest of the pool is serving's."""
 
     pages: int
     reason: str
@@ -119,7 +125,7 @@ class SetRolloutBudget:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Take rollouts out until at least this many of their pages are free, and hand those over."""
+    """Evict rollouts until at least this many of their pages are free, and hand these to serving."""
 
     pages_min: int
     reason: str
@@ -130,7 +136,7 @@ Decision = SetRolloutBudget | Evict
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatus:
-    """For people, metrics and the journal."""
+    """The state of the policy, for people, metrics and the journal."""
 
     state: State
     budget_pages: int
@@ -141,18 +147,18 @@ class MemoryStatus:
 
 
 class MemoryPolicy:
-    """One per device. Give `observe` every sample; do what it returns, in order."""
+    """The policy of a device. Pass every sample to `observe` and execute what it returns, in order."""
 
     def __init__(self, pages_total: int, limits: MemoryLimits | None = None) -> None:
         self.limits = limits or MemoryLimits()
-        self.pages_total = pages_total
+        self.pages_total, self._burst_pages = pages_total, 0
         if self._headroom(1.0) >= pages_total:
             raise ConfigError(
                 f"of a pool of {pages_total} pages the headroom leaves none to lend",
                 hint="give the device more KV memory, use smaller pages or lower the headroom",
             )
         self.state = State.OPEN
-        self.budget_pages: int | None = None  # not asked yet
+        self.budget_pages: int | None = None  # before the first sample
         self.lending_stretch = 1.0
         self.cuts = self.growths = 0
         self._last_cut_s: float | None = None
@@ -162,6 +168,7 @@ class MemoryPolicy:
 
     def observe(self, sample: MemorySampled, now_s: float) -> list[Decision]:
         self.lending_stretch = min(max(1.0, sample.lending_stretch), self.limits.stretch_max)
+        self._burst_pages = sample.burst_pages
         self._swap_seen |= sample.weights_swapped
         decisions: list[Decision] = []
         if self.budget_pages is None:
@@ -177,7 +184,7 @@ class MemoryPolicy:
         return decisions + self._evict(sample)
 
     def restart(self) -> None:
-        """A tenant has moved in anew: the next sample sets its budget, as the first one did."""
+        """Forget the budget: a rollout model was loaded again, and the next sample sets a new one."""
         self.state, self.budget_pages = State.OPEN, None
         self._last_cut_s = self._roomy_since_s = None
         self._swap_seen = False
@@ -191,21 +198,20 @@ class MemoryPolicy:
         return self.budget_pages or 0
 
     def _headroom(self, stretch: float) -> int:
-        return math.ceil(self.pages_total * self.limits.headroom_share * stretch - 1e-9)
-
-    def _watermark_room(self) -> int:
-        """Serving must have at least this many pages free."""
-        return int(self._headroom(self.lending_stretch) * (1 - self.limits.watermark_share))
+        usual = math.ceil(self.pages_total * self.limits.headroom_share * stretch - 1e-9)
+        # A burst that stays under the watermark finds its pages free: none has to be taken back while it waits.
+        burst = math.ceil(self._burst_pages / self.limits.watermark_share)
+        return max(usual, min(burst, int(self.pages_total * BURST_SHARE_MAX)))
 
     def _target(self, sample: MemorySampled) -> int:
-        """The largest budget that leaves serving its headroom."""
+        """Return the largest budget that leaves serving its headroom."""
         needed = sample.serving_pages + sample.serving_asks_pages + self._headroom(self.lending_stretch)
         most = self.pages_total if sample.owner_limit_pages is None else sample.owner_limit_pages
         return max(0, min(self.pages_total - needed, most))
 
     def _most_under_watermark(self, sample: MemorySampled) -> int:
-        needed = sample.serving_pages + sample.serving_asks_pages + self._watermark_room()
-        return max(0, self.pages_total - needed)
+        free = int(self._headroom(self.lending_stretch) * (1 - self.limits.watermark_share))
+        return max(0, self.pages_total - sample.serving_pages - sample.serving_asks_pages - free)
 
     def _over_watermark(self, sample: MemorySampled) -> bool:
         return self._budget > self._most_under_watermark(sample)
@@ -255,7 +261,7 @@ class MemoryPolicy:
         return is_quiet and now_s - self._last_growth_s >= self.limits.step_s
 
     def _least_growth(self) -> int:
-        """A first step must be a whole one, so that a page more or less starts nothing."""
+        """Return the least growth; the first step must be a whole one, so that single pages start nothing."""
         is_first_step = self.limits.regrowth == "hysteresis" and self.state is not State.REGROW
         return self._step() if is_first_step else 1
 
@@ -280,19 +286,19 @@ class MemoryPolicy:
         self.state = NEXT[self.state][event]
 
 
-class LendingStretch:
-    """How much longer serving's requests live because of lending: the mean over the last hundred or so that ended.
+class ResidenceInflation:
+    """How much longer serving requests live because of lending: the mean over about the last hundred.
 
-    Alone, a request would have lived without the rollout steps that ran in its time. That is cautious: what waits
-    together is computed together, so serving's own steps are fewer with lending than alone.
+    A request's time without lending is its time without the rollout steps in it. That is an upper bound of the
+    inflation, since requests that wait together are then computed together.
     """
 
     def __init__(self) -> None:
         self.mean = 1.0
         self.requests = self.stretched = 0
 
-    def finished(self, life_s: float, lent_s: float) -> None:
-        """A request ended after `life_s`, of which rollout steps took `lent_s`."""
+    def on_finished(self, life_s: float, lent_s: float) -> None:
+        """Record a request that ended after `life_s`, of which rollout steps took `lent_s`."""
         if life_s <= 0:
             return
         stretch = min(life_s / max(life_s - lent_s, life_s / STRETCH_SEEN_MAX), STRETCH_SEEN_MAX)
@@ -303,7 +309,7 @@ class LendingStretch:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A rollout request that runs: the blocks it holds, and the computed tokens that an eviction throws away."""
+    """A running rollout request: its blocks, and the computed tokens that an eviction loses."""
 
     request_id: str
     work_tokens: int
@@ -311,18 +317,18 @@ class Holder:
 
 
 def victims(holders: Sequence[Holder], blocks_per_page: int, pages: int) -> list[str]:
-    """Whom to evict so that this many pages more hold nobody's blocks, with the least work lost.
+    """Return the requests to evict so that this many more pages become empty, with little work lost.
 
-    `holders` are all that hold blocks of the pool: a block that two share is free when both are gone. Two simple ways
-    are tried, least work first and cheapest page first; both drop whoever turns out not to be needed, and the one that
-    loses less wins. If all pages of all holders are not enough, everybody goes.
+    `holders` are all requests with blocks in the pool: a shared block is free when all its holders are evicted. Two
+    greedy orders are tried, least work first and cheapest page first. Unneeded evictions are removed from both, and
+    the one that loses less work wins. If all pages are not enough, all holders are evicted.
     """
     pages_of = {h.request_id: {block // blocks_per_page for block in h.blocks} for h in holders}
     users = Counter(page for held in pages_of.values() for page in held)
     pages = min(pages, len(users))
     work = {h.request_id: h.work_tokens for h in holders}
     ways = [
-        _spared(sorted(way, key=lambda name: (work[name], name)), pages_of, users, pages)
+        _without_unneeded(sorted(way, key=lambda name: (work[name], name)), pages_of, users, pages)
         for way in (_least_work_first(holders, pages_of, users, pages), _cheapest_page_first(holders, pages_of, pages))
     ]
     return min(ways, key=lambda way: (sum(work[name] for name in way), len(way)))
@@ -331,19 +337,19 @@ def victims(holders: Sequence[Holder], blocks_per_page: int, pages: int) -> list
 def _least_work_first(
     holders: Sequence[Holder], pages_of: dict[str, set[int]], users: Counter[int], pages: int
 ) -> list[str]:
-    left, freed, gone = users.copy(), 0, []
+    left, freed, evicted = users.copy(), 0, []
     for holder in sorted(holders, key=lambda h: (h.work_tokens, h.request_id)):
         if freed >= pages:
             break
-        gone.append(holder.request_id)
+        evicted.append(holder.request_id)
         for page in pages_of[holder.request_id]:
             left[page] -= 1
             freed += left[page] == 0
-    return gone
+    return evicted
 
 
 def _cheapest_page_first(holders: Sequence[Holder], pages_of: dict[str, set[int]], pages: int) -> list[str]:
-    """Empty, again and again, the page whose remaining holders lose the least; a holder once out costs no more."""
+    """Return requests to evict, emptying the page whose remaining holders lose the least work first."""
     by_page: dict[int, list[Holder]] = {}
     for holder in holders:
         for page in pages_of[holder.request_id]:
@@ -351,7 +357,7 @@ def _cheapest_page_first(holders: Sequence[Holder], pages_of: dict[str, set[int]
     cost = {page: sum(h.work_tokens for h in inside) for page, inside in by_page.items()}
     queue = [(tokens, page) for page, tokens in cost.items()]
     heapq.heapify(queue)
-    gone: dict[str, None] = {}
+    evicted: dict[str, None] = {}
     done: set[int] = set()
     while len(done) < pages:
         tokens, page = heapq.heappop(queue)
@@ -359,26 +365,28 @@ def _cheapest_page_first(holders: Sequence[Holder], pages_of: dict[str, set[int]
             continue
         done.add(page)
         for holder in by_page[page]:
-            if holder.request_id in gone:
+            if holder.request_id in evicted:
                 continue
-            gone[holder.request_id] = None
+            evicted[holder.request_id] = None
             for other in pages_of[holder.request_id] - done:
                 cost[other] -= holder.work_tokens
                 heapq.heappush(queue, (cost[other], other))
-    return list(gone)
+    return list(evicted)
 
 
-def _spared(gone: Sequence[str], pages_of: dict[str, set[int]], users: Counter[int], pages: int) -> list[str]:
-    """Without those whose eviction turned out not to be needed; the last, who would lose most, is spared first."""
+def _without_unneeded(
+    evicted: Sequence[str], pages_of: dict[str, set[int]], users: Counter[int], pages: int
+) -> list[str]:
+    """Remove evictions that are not needed, those that lose most work first."""
     left = users.copy()
-    for name in gone:
+    for name in evicted:
         left.subtract(pages_of[name])
     freed = sum(count == 0 for count in left.values())
     kept = set()
-    for name in reversed(gone):
+    for name in reversed(evicted):
         lost = sum(left[page] == 0 for page in pages_of[name])
         if freed - lost >= pages:
             freed -= lost
             left.update(pages_of[name])
             kept.add(name)
-    return [name for name in gone if name not in kept]
+    return [name for name in evicted if name not in kept]

@@ -1,23 +1,18 @@
-"""How many devices to borrow now, which, and when to give them back.
+"""Provisioning: how many devices to borrow, which, when to return them, and the time that a run spends on it.
 
-A device is worth borrowing if the work ends noticeably sooner with it. Work that is left is put against the rates of
-those who would share it; a device that is not active yet helps only after its activation, so with little work left it
-does not pay. And a device helps only if there are turns for it: never more devices than turns that run or wait, less
-those that the others can hold well. Of the devices on offer the one with the lowest recent use of KV memory goes first,
-then the one with the longest slack: it is the least likely to be reclaimed.
+A device is worth borrowing if the remaining work ends noticeably sooner with it. A device that is not active helps only
+after its activation, so it does not pay off with little work left. There are never more devices than the turns can use.
+The device with the lowest recent KV use of serving goes first, then the one with the most slack: it is the least likely
+to be reclaimed.
 
-Devices go back at once when they are no longer on offer, when there is no work, or when the user's cap is lowered. One
-that has had no turn for `idle_s` goes back if the rest would end hardly later without it. Two things keep this from
-flapping: a device is kept for `hold_s` at least and one that went back is left alone for `rest_s`; and borrowing asks
-for more gain than keeping does.
-
-`serving_max` and `dedicated_max` are the user's caps. Dedicated workers cost nothing to keep, so all of them up to the
-cap are counted in; borrowing never replaces them. Facts in, decisions out; the caller does what is decided.
+A device goes back at once when its owner no longer offers it, when there is no work, or when the cap is lowered. One
+without a turn for `idle_s` goes back if the work would end hardly later. Three things prevent flapping: a device is
+kept for at least `hold_s`, rests for `rest_s` after its return, and borrowing needs more gain than keeping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rose.errors import ConfigError
@@ -25,15 +20,15 @@ from rose.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ProvisionRules:
-    """`serving_max` is the most devices to borrow, N_serving; `dedicated_max` the most dedicated workers, N_rl."""
+    """The rules: `serving_max` devices borrowed at most (N_serving), `dedicated_max` dedicated workers used (N_rl)."""
 
     serving_max: int = 0
     dedicated_max: int | None = None
-    # Of what a device would save if it were active at once and all work could be divided. By half, activation may take
-    # half of the time that is left; to keep one that is active and has nothing to do, less is asked.
+    # Gains are shares of what a device would save if it were active at once and all work could be divided. At one half,
+    # activation may take half of the remaining time. Keeping an idle active device needs less.
     gain_min: float = 0.5
     keep_gain_min: float = 0.1
-    turns_per_device: float = 2.0  # fewer on every worker than this, and another device is not needed
+    turns_per_device: float = 2.0  # with fewer on every worker, another device is not needed
     idle_s: float = 5.0
     hold_s: float = 15.0
     rest_s: float = 30.0
@@ -43,14 +38,14 @@ class ProvisionRules:
             raise ConfigError("a cap on devices is a number from 0 up", hint="give 0 to borrow none")
         if self.keep_gain_min > self.gain_min:
             raise ConfigError(
-                "a device would be given back for what it was borrowed for",
+                "a device would be returned at a gain for which it was borrowed",
                 hint="keep_gain_min must not be above gain_min",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What there is to do. `work_tokens` are expected to be generated still, `longest_tokens` by one trajectory."""
+    """The remaining work: `work_tokens` to generate, and `longest_tokens` by one trajectory."""
 
     turns: int = 0  # that run or wait
     work_tokens: float = 0.0
@@ -62,12 +57,12 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """A device that its owner lends, or did. `tok_s` is what it would add, all sequences together."""
+    """A device that can be borrowed. `tok_s` is the throughput that it would add."""
 
     name: str
     is_borrowed: bool
     is_on_offer: bool = True
-    kv_use: float = 0.0  # by serving, lately, of its memory
+    kv_use: float = 0.0  # recent share of its KV memory that serving uses
     slack_s: float = 0.0
     tok_s: float = 0.0
     activation_s: float = 0.0
@@ -76,61 +71,60 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class Borrow:
+    """Activate the device."""
+
     name: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
+    """Return the device to its owner."""
+
     name: str
     reason: str
 
 
 @dataclass(slots=True)
-class _Seen:
+class _DeviceSample:
     borrowed_s: float | None = None
     returned_s: float | None = None
     idle_since_s: float | None = None
 
 
 class Provision:
-    """One per job. Ask `decide` every second or so with all devices; do what it returns."""
+    """The provisioner of a job. Call `decide` about once a second with all devices, and execute what it returns."""
 
     def __init__(self, rules: ProvisionRules | None = None) -> None:
         self.rules = rules or ProvisionRules()
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _DeviceSample] = {}
 
     def decide(self, demand: Demand, devices: Sequence[DeviceView], now_s: float) -> list[Borrow | Return]:
-        self._look(devices, now_s)
+        for name in self._seen.keys() - {device.name for device in devices}:
+            del self._seen[name]
+        for device in devices:
+            self._record(device, now_s)
         borrowed = [device for device in devices if device.is_borrowed]
         returns: list[Borrow | Return] = list(self._returns(demand, borrowed, now_s))
-        gone = {decision.name for decision in returns}
-        kept = [device for device in borrowed if device.name not in gone]
         if returns or not demand.turns:
             return returns
-        return list(self._borrows(demand, kept, [device for device in devices if not device.is_borrowed], now_s))
+        return list(self._borrows(demand, borrowed, [device for device in devices if not device.is_borrowed], now_s))
 
-    def _look(self, devices: Sequence[DeviceView], now_s: float) -> None:
-        """Remember since when devices are ours, and since when they do nothing."""
-        names = {device.name for device in devices}
-        for gone in [name for name in self._seen if name not in names]:
-            del self._seen[gone]
-        for device in devices:
-            seen = self._seen.setdefault(device.name, _Seen())
-            if device.is_borrowed and seen.borrowed_s is None:
-                seen.borrowed_s, seen.returned_s = now_s, None
-            elif not device.is_borrowed and seen.borrowed_s is not None:
-                seen.borrowed_s, seen.returned_s = None, now_s
-            if not device.is_borrowed or device.turns:
-                seen.idle_since_s = None
-            elif seen.idle_since_s is None:
-                seen.idle_since_s = now_s
-
-    # Giving back
+    def _record(self, device: DeviceView, now_s: float) -> None:
+        """Record since when a device is borrowed and since when it is idle."""
+        seen = self._seen.setdefault(device.name, _DeviceSample())
+        if device.is_borrowed and seen.borrowed_s is None:
+            seen.borrowed_s, seen.returned_s = now_s, None
+        elif not device.is_borrowed and seen.borrowed_s is not None:
+            seen.borrowed_s, seen.returned_s = None, now_s
+        if not device.is_borrowed or device.turns:
+            seen.idle_since_s = None
+        elif seen.idle_since_s is None:
+            seen.idle_since_s = now_s
 
     def _returns(self, demand: Demand, borrowed: list[DeviceView], now_s: float) -> Iterable[Return]:
         left = len(borrowed)
-        for device in sorted(borrowed, key=_worst_first):
+        for device in sorted(borrowed, key=lambda d: (d.turns > 0, d.turns, -d.kv_use, d.slack_s, d.name)):
             reason = self._why_return(demand, device, borrowed, left, now_s)
             if reason is not None:
                 left -= 1
@@ -157,23 +151,24 @@ class Provision:
             return None
         return f"it has had nothing to do for {now_s - seen.idle_since_s:.0f} s"
 
-    # Borrowing
-
     def _borrows(
         self, demand: Demand, kept: list[DeviceView], others: list[DeviceView], now_s: float
     ) -> Iterable[Borrow]:
         count, rate_tok_s = len(kept), demand.dedicated_tok_s + sum(device.tok_s for device in kept)
-        for device in sorted((device for device in others if self._may(device, now_s)), key=_best_first):
+        for device in sorted(others, key=lambda device: (device.kv_use, -device.slack_s, device.name)):
+            returned_s = self._seen[device.name].returned_s
+            if not device.is_on_offer or (returned_s is not None and now_s - returned_s < self.rules.rest_s):
+                continue
             if count >= self.rules.serving_max or not self._wants_more(demand, count):
                 return
             if _gain(demand, rate_tok_s, device) < self.rules.gain_min:
                 continue
-            yield Borrow(device.name, _why_borrow(demand, rate_tok_s, device))
+            reason = f"{demand.turns} turns of unknown length"
+            if demand.work_tokens > 0 and rate_tok_s > 0 and device.tok_s > 0:
+                before_s, after_s = _left_s(demand, rate_tok_s), _left_s(demand, rate_tok_s, device)
+                reason = f"the remaining work would end in {after_s:.0f} s instead of {before_s:.0f}"
+            yield Borrow(device.name, reason)
             count, rate_tok_s = count + 1, rate_tok_s + device.tok_s
-
-    def _may(self, device: DeviceView, now_s: float) -> bool:
-        returned_s = self._seen[device.name].returned_s
-        return device.is_on_offer and (returned_s is None or now_s - returned_s >= self.rules.rest_s)
 
     def _wants_more(self, demand: Demand, borrowed: int) -> bool:
         dedicated = demand.dedicated_workers
@@ -183,17 +178,17 @@ class Provision:
 
 
 def _gain(demand: Demand, rate_tok_s: float, joining: DeviceView) -> float:
-    """How much sooner the rest ends with one more, over what it could save at best; 1 where nothing is known."""
+    """Return the time saved by another device over the most it could save; 1 if unknown."""
     if demand.work_tokens <= 0 or rate_tok_s <= 0 or joining.tok_s <= 0:
         return 1.0
     ideal_s = demand.work_tokens / rate_tok_s - demand.work_tokens / (rate_tok_s + joining.tok_s)
-    if ideal_s <= 0:  # less work than can be told from none
+    if ideal_s <= 0:  # too little work to tell
         return 1.0
     return (_left_s(demand, rate_tok_s) - _left_s(demand, rate_tok_s, joining)) / ideal_s
 
 
 def _left_s(demand: Demand, rate_tok_s: float, joining: DeviceView | None = None) -> float:
-    """Until all is done: by the work that is left or by its longest trajectory. Who joins helps after activation."""
+    """Return the time until all work is done, by its sum or its longest trajectory."""
     longest_s = demand.longest_tokens / demand.sequence_tok_s if demand.sequence_tok_s > 0 else 0.0
     left_s = demand.work_tokens / rate_tok_s
     if joining is not None and left_s > joining.activation_s:
@@ -201,17 +196,43 @@ def _left_s(demand: Demand, rate_tok_s: float, joining: DeviceView | None = None
     return max(longest_s, left_s)
 
 
-def _why_borrow(demand: Demand, rate_tok_s: float, joining: DeviceView) -> str:
-    if demand.work_tokens <= 0 or rate_tok_s <= 0 or joining.tok_s <= 0:
-        return f"{demand.turns} turns, and nothing is known of how long they take"
-    before_s, after_s = _left_s(demand, rate_tok_s), _left_s(demand, rate_tok_s, joining)
-    return f"the rest would end in {after_s:.0f} s instead of {before_s:.0f}"
+@dataclass(slots=True)
+class Cycle:
+    """One borrowing of one device; moments in the future are None. A device that died counts as returned."""
+
+    number: int
+    name: str
+    wanted_s: float
+    chosen_s: float
+    why: str = ""
+    activated_s: float | None = None
+    synced_s: float | None = None
+    usable_s: float | None = None
+    returned_s: float | None = None
+    released_s: float | None = None
+    why_returned: str = ""
+
+    def overheads_s(self, until_s: float) -> Iterator[tuple[float, float]]:
+        """Yield the intervals in which the device was wanted but not usable, or was being returned."""
+        gone_s = self.returned_s if self.returned_s is not None else until_s
+        yield self.wanted_s, min(gone_s, self.usable_s if self.usable_s is not None else until_s)
+        if self.returned_s is not None:
+            yield self.returned_s, self.released_s if self.released_s is not None else until_s
 
 
-def _best_first(device: DeviceView) -> tuple[float, float, str]:
-    return device.kv_use, -device.slack_s, device.name
+def allocation_overhead_s(cycles: Iterable[Cycle], began_s: float, ended_s: float) -> float:
+    """Return the time in which some device was being borrowed or returned; overlaps count once."""
+    spans = sorted(span for cycle in cycles for span in cycle.overheads_s(ended_s))
+    total_s, done_s = 0.0, began_s
+    for begin_s, end_s in spans:
+        begin_s, end_s = max(begin_s, done_s), min(end_s, ended_s)
+        if end_s > begin_s:
+            total_s, done_s = total_s + end_s - begin_s, end_s
+    return total_s
 
 
-def _worst_first(device: DeviceView) -> tuple[bool, int, float, float, str]:
-    """Those that do nothing before those that work."""
-    return device.turns > 0, device.turns, -device.kv_use, device.slack_s, device.name
+def allocation_overhead_share(cycles: Iterable[Cycle], began_s: float, ended_s: float) -> float | None:
+    """Return that time as a share of the run, or None for an empty run."""
+    if ended_s <= began_s:
+        return None
+    return allocation_overhead_s(cycles, began_s, ended_s) / (ended_s - began_s)

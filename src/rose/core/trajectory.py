@@ -1,8 +1,8 @@
-"""One trajectory as it is learnt from: every token of an episode, and what was known when it was written.
+"""One trajectory as the trainer receives it: every token of an episode and its provenance.
 
-The tokens are the ones that went through the rollout model, never text that was tokenised again. Of each the record
-says whether the model wrote it (only those carry a loss), with which log-probability, and under which version of the
-weights, so that a trainer can tell how old a piece of a trajectory is, even within one turn.
+The tokens are those that went through the rollout model, never re-tokenised text. For each token the record holds
+whether the model generated it (only those carry a loss), its log-probability and its weight version. So a trainer knows
+the age of every part of a trajectory, even within one turn.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NO_VERSION = ""
-"""Of tokens the model did not write: prompts and observations."""
+"""The version of tokens that the model did not generate: prompts and observations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The four sequences have one entry per token."""
+    """The tokens of one episode and its reward. The four sequences have one entry per token."""
 
     trajectory_id: str
     group_id: str
@@ -34,8 +34,9 @@ class Trajectory:
 
     @property
     def generated_tokens(self) -> int:
+        """Return how many tokens the model generated."""
         return sum(self.loss_mask)
 
     def versions_used(self) -> tuple[str, ...]:
-        """Each version that wrote part of it, once, in order of appearance."""
+        """Return each version that generated part of it, once, in order of appearance."""
         return tuple(dict.fromkeys(version for version in self.versions if version != NO_VERSION))

@@ -1,45 +1,52 @@
-"""Cost per correct answer: what a run cost, by how many of its trajectories were right.
+"""Cost per correct answer: what a run cost, by how many of its trajectories were right. docs/cost.md has the formulas.
 
     cost per correct  =  CPM  x  R  x  (1 + rho)  /  alpha
 
     CPM     blended price of a million generated tokens, of every kind: all that was paid / all that was generated
     R       how many million tokens one judged trajectory takes, thinking included
-    rho     rollouts beside the judged ones, in tokens: cut off as surplus, given up, played anew
+    rho     tokens of other rollouts per token of judged ones: cut off as surplus, given up, played again
     alpha   the verifier's accept rate: correct / judged trajectories
 
-What one of them divides by another multiplies with, so their product is total / correct by construction and proves
-nothing about the counts. Those are held against each other instead: what was judged, as the run counts it, must be a
-part of what was played, as workers count turns and the gateway counts tokens.
-
-There are three prices of a rollout token. *Dedicated*: the job holds the device and pays all of it. *Serving*: what the
-borrowed time would cost if its owner asked the full price. *Borrowed*: what lending costs at the margin, since the
-device is there and paid for: energy, weights over the wire, memory kept free for serving, and the requests of users
-that came late because of it.
-
-Pure: a record of what was used in, a record of what it cost out.
+The product is total / correct by construction and proves nothing about the counts. So the counts are compared: what was
+judged, as the run counts it, must be a part of what workers and gateway counted.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from rose.cost.settings import CostSettings
+from msgspec import Meta
+
+from rose.bounds import Finite, Label, Serial
+from rose.config.schema import setting
+
+
+@dataclass(frozen=True, slots=True)
+class CostSettings:
+    """The prices of a run: assumptions, not measurements. docs/cost.md says where each comes from, also for GPUs."""
+
+    dedicated_usd_per_hour: float = setting(0.04, "price of one device that the job holds for itself", minimum=0)
+    dedicated_devices: int = setting(1, "devices the job holds: trainer and dedicated workers", minimum=1)
+    serving_usd_per_hour: float = setting(0.04, "price of one serving device, which its users pay", minimum=0)
+    energy_usd_per_hour: float = setting(0.001, "what a busy device draws more than an idle one", minimum=0)
+    transfer_usd_per_gb: float = setting(0.0, "price of a GB of weights sent to a borrowed device", minimum=0)
+    memory_price_share: float = setting(0.25, "share of a device's price that is its memory", minimum=0, maximum=1)
+    breach_usd: float = setting(0.0001, "what one request costs that lending made late", minimum=0)
+
 
 HOUR_S = 3600.0
 MILLION = 1e6
 GB = 1e9
-EXACT = 1e-9
-"""Relative: products of floats differ in the last digits, and in nothing else."""
-MISCOUNTED_SHARE_MIN = 0.1
-"""Less may be the edges: a worker that dies takes its last count with it, and steps begin and end amid trajectories."""
+EXACT = 1e-9  # relative: products of floats differ in the last digits only
+MISCOUNTED_SHARE_MIN = 0.1  # less may be the edges: a worker that dies loses its last count, steps cut trajectories
 
 FixedBasis = Literal["measured", "estimated", "rented", "same"]
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class RunUsage:
     """What a run used. Tokens and turns are those of judged trajectories, or with a pool in their name of all."""
 
     run_s: float
@@ -54,40 +61,40 @@ class Usage:
     borrowed_turns: int
     fixed_s: float  # how long the same would have taken without borrowing
     fixed_basis: FixedBasis
-    pool_tokens: int | None = None  # None: nobody counted them
+    pool_tokens: int | None = None  # None: not counted
     breaches: float = 0.0
     headroom_share: float = 0.0
-    transfer_bytes: int | None = None  # None: nobody measured it
+    transfer_bytes: int | None = None  # None: not measured
     evaluation_s: float = 0.0
 
     @property
     def pool_turns(self) -> int:
-        """At least those that were judged: a worker that died may have taken its count with it."""
+        """Return all turns, at least the judged ones: a worker that died loses its count."""
         return max(self.turns, self.dedicated_turns + self.borrowed_turns)
 
     @property
     def all_tokens(self) -> float:
-        """Of all rollouts. Where nobody counted them, others are taken to be as long, turn by turn, as judged ones."""
+        """Return the tokens of all rollouts; without a count, turns of others count like judged ones."""
         if self.pool_tokens is None and self.turns:
             return self.generated_tokens * self.pool_turns / self.turns
         return max(self.generated_tokens, self.pool_tokens or 0)
 
     def million_tokens_of(self, pool_turns: int) -> float:
-        """The part of them that one pool generated: turns are counted by pool, tokens are not."""
+        """Return the million tokens that one pool generated: turns are counted by pool, tokens are not."""
         ended = self.dedicated_turns + self.borrowed_turns
         return self.all_tokens / MILLION * pool_turns / ended if ended else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """USD, by what they were paid for."""
+    """US dollars by what they were paid for."""
 
-    dedicated_rollouts: float
-    dedicated_training: float
-    energy: float
-    transfer: float
-    headroom: float
-    slo_risk: float
+    dedicated_rollouts: Finite
+    dedicated_training: Finite
+    energy: Finite
+    transfer: Finite
+    headroom: Finite
+    slo_risk: Finite
 
     @property
     def dedicated(self) -> float:
@@ -104,21 +111,21 @@ class Bill:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """USD for a million tokens; None where a pool generated none."""
+    """US dollars for a million tokens; None where a pool generated none."""
 
-    dedicated: float | None
-    serving: float | None
-    borrowed: float | None
+    dedicated: Finite | None
+    serving: Finite | None
+    borrowed: Finite | None
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What the cost of a correct answer is made of."""
+    """The factors of the cost of a correct answer."""
 
-    cpm_usd: float
-    reasoning_million_tokens: float
-    rollout_ratio: float
-    accept_ratio: float
+    cpm_usd: Finite
+    reasoning_million_tokens: Finite
+    rollout_ratio: Finite
+    accept_ratio: Finite
 
     def product(self) -> float:
         return self.cpm_usd * self.reasoning_million_tokens * (1 + self.rollout_ratio) / self.accept_ratio
@@ -126,52 +133,47 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """`cost_per_correct_fixed` is what the same run would cost without borrowing, `fixed_basis` how that is known."""
+    """The cost of a run; `*_fixed` is what it would be without borrowing, `fixed_basis` how that is known."""
 
-    total_usd: float
-    correct: int
+    total_usd: Finite
+    correct: Serial
     bill: Bill
     prices: Prices
     factors: Factors | None  # None without a correct answer
-    cost_per_correct: float | None
-    cost_per_correct_fixed: float | None
-    fixed_usd: float
+    cost_per_correct: Finite | None
+    cost_per_correct_fixed: Finite | None
+    fixed_usd: Finite
     fixed_basis: FixedBasis
-    evaluation_usd: float  # apart: no part of the total
-    transfer_bytes: int | None
-    miscounted: tuple[str, ...] = ()  # counts that contradict each other
-
-    def is_consistent(self) -> bool:
-        """Whether counts agree with each other, and factors multiply to what total / correct says."""
-        if self.miscounted:
-            return False
-        if self.factors is None or self.cost_per_correct is None:
-            return self.factors is None and self.cost_per_correct is None
-        return math.isclose(self.factors.product(), self.cost_per_correct, rel_tol=EXACT)
+    evaluation_usd: Finite  # apart: no part of the total
+    transfer_bytes: Serial | None
+    miscounted: Annotated[tuple[Label, ...], Meta(max_length=8)]  # counts that contradict each other
+    is_consistent: bool  # counts agree with each other, and factors multiply to total / correct
 
 
-def cost_of(usage: Usage, prices: CostSettings) -> Cost:
-    """Raises nothing: a run without a correct answer has a bill, and no cost per correct answer."""
+def cost_of(usage: RunUsage, prices: CostSettings) -> Cost:
+    """Return the cost of a run; without a correct answer it has a bill and no cost per correct answer."""
     bill = bill_of(usage, prices)
     fixed_usd = _held_usd(usage.fixed_s, prices, more=usage.fixed_basis == "rented")
-    correct = usage.correct
+    correct, factors, wrong = usage.correct, factors_of(usage, bill), miscounted(usage)
+    cost_per_correct = bill.total / correct if correct else None
     return Cost(
         total_usd=bill.total,
         correct=correct,
         bill=bill,
         prices=prices_of(usage, bill, prices),
-        factors=factors_of(usage, bill),
-        cost_per_correct=bill.total / correct if correct else None,
+        factors=factors,
+        cost_per_correct=cost_per_correct,
         cost_per_correct_fixed=fixed_usd / correct if correct else None,
         fixed_usd=fixed_usd,
         fixed_basis=usage.fixed_basis,
         evaluation_usd=_held_usd(usage.evaluation_s, prices),
         transfer_bytes=usage.transfer_bytes,
-        miscounted=miscounted(usage),
+        miscounted=wrong,
+        is_consistent=not wrong and multiplies_to(cost_per_correct, factors),
     )
 
 
-def bill_of(usage: Usage, prices: CostSettings) -> Bill:
+def bill_of(usage: RunUsage, prices: CostSettings) -> Bill:
     headroom_share = usage.headroom_share * prices.memory_price_share
     return Bill(
         dedicated_rollouts=_held_usd(usage.rollout_s, prices),
@@ -183,7 +185,7 @@ def bill_of(usage: Usage, prices: CostSettings) -> Bill:
     )
 
 
-def prices_of(usage: Usage, bill: Bill, prices: CostSettings) -> Prices:
+def prices_of(usage: RunUsage, bill: Bill, prices: CostSettings) -> Prices:
     dedicated = usage.million_tokens_of(usage.dedicated_turns)
     borrowed = usage.million_tokens_of(usage.borrowed_turns)
     serving_usd = usage.lent_rollout_s / HOUR_S * prices.serving_usd_per_hour
@@ -194,8 +196,8 @@ def prices_of(usage: Usage, bill: Bill, prices: CostSettings) -> Prices:
     )
 
 
-def factors_of(usage: Usage, bill: Bill) -> Factors | None:
-    """Their product is total / correct by construction: that it is guards against a factor changed here alone."""
+def factors_of(usage: RunUsage, bill: Bill) -> Factors | None:
+    """Return the factors of the cost of a correct answer; None without one."""
     if not usage.correct or not usage.generated_tokens:
         return None
     return Factors(
@@ -206,8 +208,15 @@ def factors_of(usage: Usage, bill: Bill) -> Factors | None:
     )
 
 
-def miscounted(usage: Usage) -> tuple[str, ...]:
-    """What has a part greater than its whole. Each is counted by somebody else: one of them missed or doubled some."""
+def multiplies_to(cost_per_correct: float | None, factors: Factors | None) -> bool:
+    """Return whether the product of the factors is the cost per correct answer; a run without one has neither."""
+    if factors is None or cost_per_correct is None:
+        return factors is None and cost_per_correct is None
+    return math.isclose(factors.product(), cost_per_correct, rel_tol=EXACT)
+
+
+def miscounted(usage: RunUsage) -> tuple[str, ...]:
+    """Return the counts of which a part exceeds the whole: run, workers and gateway count independently."""
     pairs: dict[str, tuple[int, int | None]] = {
         "trajectories": (usage.correct, usage.trajectories),
         "turns": (usage.turns, usage.dedicated_turns + usage.borrowed_turns),
@@ -218,5 +227,5 @@ def miscounted(usage: Usage) -> tuple[str, ...]:
 
 
 def _held_usd(seconds: float, prices: CostSettings, *, more: bool = False) -> float:
-    """Devices that are held, busy or not; with `more`, one beside them."""
+    """Return the price of the devices that the job holds, busy or not; with `more`, of one in addition."""
     return seconds / HOUR_S * prices.dedicated_usd_per_hour * (prices.dedicated_devices + more)

@@ -1,119 +1,41 @@
-"""The two seams behind which every engine stands.
+"""The two contracts of an engine; `tests/contract` holds a suite for each.
 
-`StepEngine` is for engines whose loop we own (embedded, simulated): somebody plans a step, may look at the
-plan and its features before running it, and then runs it. Between two steps anything may happen: requests
-come, go, are evicted, weights change.
+`StepEngine` is for engines whose loop we own (embedded, simulated): the loop plans a step, may look at the plan, and
+runs it. Between two steps requests come, go or are evicted, and weights change. `EngineClient` is what the agent, a
+device's servers and the gateway call, whatever runs behind it. An observer subscribes to its `events`.
 
-`Worker` is what the rest of ROSE talks to, whatever runs behind it (embedded, simulated, vLLM). It is
-asynchronous and speaks of requests and tokens, never of steps; its compute is bounded from outside by
-grants that expire, its memory by a KV budget.
-
-Both speak the same frozen values; structs, since every turn makes, sends and reads some. A request that was
-evicted leaves a `Partial` behind; the same request with that partial, given to any other engine of the same
-weights, goes on where it stopped: random numbers are keyed by (seed, position in the sequence), so neither
-the batch nor the place can change them.
+An evicted request leaves a `Partial`. The same request with that partial continues where it stopped, on any engine of
+the same weights: random numbers are keyed by (seed, position in the sequence), so the batch cannot change them.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
-from msgspec import Meta
 
-from rose.bounds import (
-    Count,
-    Finite,
-    Label,
-    LogProbabilities,
-    NonNegative,
-    Priority,
-    Serial,
-    Share,
-    Text,
-    TokenId,
-    TokenIds,
-    VersionName,
-)
+from rose.api.requests import STOP_TOKEN_IDS_MAX as STOP_TOKEN_IDS_MAX
+from rose.api.requests import EngineFacts as EngineFacts
+from rose.api.requests import FinishReason as FinishReason
+from rose.api.requests import Partial as Partial
+from rose.api.requests import Request as Request
+from rose.api.requests import Sampling as Sampling
+from rose.api.requests import TokenEvent as TokenEvent
 from rose.core.facts import StepFeatures
+from rose.core.history import ServingTimes
+from rose.core.lending_state import LendingState, Residency
+from rose.engines.token_stream import TokenSink
+from rose.errors import Unavailable
 
-STOP_TOKEN_IDS_MAX = 4096  # a request names a few; some clients send all control tokens of a vocabulary
-SPANS_MAX = 4096  # versions that one answer can go through
-
-FinishReason = Literal["stop", "length", "abort"]
-
-
-class Sampling(msgspec.Struct, frozen=True):
-    """How the next token is drawn. `temperature` 0 is greedy; `top_k` 0 means off."""
-
-    temperature: NonNegative = 1.0
-    top_p: Share = 1.0
-    top_k: Count = 0
-    min_p: Share = 0.0
-    repetition_penalty: NonNegative = 1.0
-    max_tokens: Count = 16  # of the whole answer, what an earlier engine produced included
-    min_tokens: Count = 0
-    ignore_eos: bool = False
-    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=STOP_TOKEN_IDS_MAX)] = ()
-    seed: Serial = 0
-    top_logprobs: Count = 0  # alternatives reported beside the sampled token
-
-
-class Span(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) were sampled under these weights."""
-
-    version: VersionName
-    start: Count
-    end: Count
-
-
-class Partial(msgspec.Struct, frozen=True):
-    """What a request has produced so far, on this engine and before; enough to go on elsewhere."""
-
-    token_ids: TokenIds = ()
-    logprobs: LogProbabilities = ()
-    spans: Annotated[tuple[Span, ...], Meta(max_length=SPANS_MAX)] = ()
-
-
-class Request(msgspec.Struct, frozen=True):
-    """One completion of one prompt. `partial` is what an earlier engine already produced of it."""
-
-    request_id: Text
-    prompt_ids: TokenIds
-    sampling: Sampling = Sampling()
-    tenant: Label = ""  # salt of the prefix cache: tenants never share blocks
-    priority: Priority = 0  # lower runs first
-    arrival_s: Finite = 0.0
-    partial: Partial = Partial()
-
-    def named(self, request_id: str, partial: Partial | None = None) -> Request:
-        """The same under another name, going on from there."""
-        went_on = partial if partial is not None else self.partial
-        return Request(request_id, self.prompt_ids, self.sampling, self.tenant, self.priority, self.arrival_s, went_on)
-
-
-class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
-    """What one step added to one request; the last event of a request carries its finish reason.
-
-    `cached_tokens` is set on the first event only. A stop token is delivered, as the last one. On "abort" the
-    tokens of all events so far are valid. A struct, since one is made, sent and read per token.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    version: str
-    finish_reason: FinishReason | None = None
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    cached_tokens: int | None = None
-    workers: tuple[str, ...] = ()  # of a pool, those that made these tokens; one engine does not say
+Fact = TypeVar("Fact")
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The most one step may do."""
+    """The limits of one step."""
 
     tokens: int
     sequences: int
@@ -121,12 +43,16 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """`context_tokens` are in the KV cache before the step; `samples` if the step ends in a new token."""
+    """One request's part of a step: `context_tokens` are in the KV cache before; `samples` if it ends in a token.
+
+    Of `scored_tokens` logits are computed too, for the log-probabilities of a prompt.
+    """
 
     request_id: str
     new_tokens: int
     context_tokens: int
     samples: bool
+    scored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,103 +67,174 @@ class StepPlan:
     def features(self) -> StepFeatures:
         new = kv_read = new_by_context = 0
         for item in self.items:
-            new += item.new_tokens
+            new += item.new_tokens + item.scored_tokens  # a row of logits is about as much work as a token
             kv_read += item.context_tokens + item.new_tokens
             new_by_context += item.new_tokens * item.context_tokens + item.new_tokens * (item.new_tokens + 1) // 2
         return StepFeatures(new, kv_read, new_by_context, len(self.items))
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """A snapshot of one engine; counters only grow."""
-
-    version: str
-    running: int
-    waiting: int
-    kv_blocks_limit: int
-    kv_blocks_used: int  # referenced by requests
-    kv_blocks_cached: int  # not referenced, kept for prefix hits
-    block_tokens: int
-    block_bytes: int
-    max_context_tokens: int
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    batch_invariant: bool = True  # tokens do not depend on batching, chunking, prefix hits or preemption
-
-
 @runtime_checkable
 class StepEngine(Protocol):
-    """An engine that does nothing by itself. Not thread-safe: one loop owns it."""
+    """An engine that runs only when called. Not thread-safe: one loop owns it."""
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestRefused (ContextTooLong, QueueFull); a known id is refused."""
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request at once; False if it is not here."""
+        """Forget a request at once; return whether it was here."""
 
     def evict(self, request_id: str) -> Partial:
-        """Take a request out and hand back what it produced. KeyError if it is not here."""
+        """Remove a request and return what it produced. Raises KeyError if it is not here."""
 
     def plan(self, budget: Budget) -> StepPlan | None:
-        """The next step within the budget, or None if there is nothing to run. May preempt, never loses."""
+        """Return the next step within the budget, or None if there is nothing to run. May preempt requests."""
 
     def step(self, plan: StepPlan) -> Sequence[TokenEvent]:
         """Run the newest plan. A stale plan is a bug (assert)."""
 
     def stage(self, version: str, source: Any) -> Any:
-        """Prepare weights while steps go on; the result is for `swap`. Raises ModelError."""
+        """Prepare weights while steps go on, and return them for `swap`. Raises ModelError."""
 
     def swap(self, staged: Any) -> None:
-        """Make staged weights current, between two steps. Requests in flight go on under them."""
+        """Make staged weights current, between two steps. Requests in flight continue under them."""
 
     def limit_kv(self, blocks: int) -> Sequence[TokenEvent]:
-        """Hold at most this many blocks from now on; what no longer fits is evicted ("abort" events)."""
+        """Limit the blocks held from now on; return "abort" events of what no longer fits."""
 
     def facts(self) -> EngineFacts:
-        """A snapshot; cheap."""
+        """Return a snapshot; cheap."""
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """The results of one step."""
+
+    events: tuple[TokenEvent, ...]
+    facts: EngineFacts
+    step_tokens: int = 0  # 0 when events came without a step (evictions)
+    step_s: float = 0.0
+    started: tuple[str, ...] = ()  # the requests that had been waiting until this step
+
+
+class DryRunStatus(msgspec.Struct, frozen=True):
+    """The share that lending would have given to rollouts in this time."""
+
+    seconds: float
+    tokens: int
+    lent_s: float
+
+
+class LendingStatus(msgspec.Struct, frozen=True):
+    """The state of lending on a device. Counters only grow while the engine lives."""
+
+    state: LendingState
+    why: str  # the reason of the last decision, or why nothing is lent
+    mode: str
+    model: Residency
+    model_bytes: int
+    activation_s: float | None  # duration of the last one
+    parking_s: float | None
+    running: int
+    waiting: int
+    lent_steps: int
+    lent_tokens: int
+    lent_s: float
+    evictions: int
+    evicted_tokens: int  # computed, and thrown away by evictions
+    breaches: dict[str, int]
+    breaker_trips: int
+    page_bytes: int
+    pages: int
+    rollout_pages: int
+    rollout_pages_max: int
+    serving_pages: int
+    headroom_pages: int
+    memory_state: str
+    lending_stretch: float
+    memory_share: float
+    compute_share: float
+    dry_run: DryRunStatus | None = None
+    slack_s: float | None = None  # time that serving can spare now, of its share of the budgets
+    is_resting: bool = False  # the circuit breaker has stopped lending for a while
+    serving: ServingTimes | None = None  # its latencies now, and what lending adds
+    shut_s: float | None = None  # time since admission let a step through (`core.admission_stalls`)
+
+
+class Subscribers(Generic[Fact]):
+    """The callbacks for every fact of one type. They run in the publisher's call, in order."""
+
+    def __init__(self) -> None:
+        self._callbacks: tuple[Callable[[Fact], None], ...] = ()
+
+    def subscribe(self, callback: Callable[[Fact], None]) -> Callable[[], None]:
+        """Add a callback, and return the function that removes it."""
+        self._callbacks += (callback,)
+
+        def unsubscribe() -> None:
+            self._callbacks = tuple(known for known in self._callbacks if known is not callback)
+
+        return unsubscribe
+
+    def publish(self, fact: Fact) -> None:
+        for callback in self._callbacks:
+            callback(fact)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFacts:
-    """What a worker reports in a heartbeat."""
+class EngineEvents:
+    """The events of an engine client. Subscriptions outlive a restart of the engine."""
 
-    engine: EngineFacts
-    gate_open: bool
-    staged_version: str | None = None
+    steps: Subscribers[Stepped] = field(default_factory=Subscribers)  # after the sinks have the step's tokens
+    lending: Subscribers[LendingStatus | None] = field(default_factory=Subscribers)  # at every new status
 
 
 @runtime_checkable
-class Worker(Protocol):
-    """One engine as the rest of ROSE sees it. The gate is closed until the first grant."""
+class EngineClient(Protocol):
+    """One engine, wherever its process is and however often it is restarted.
 
-    def generate(self, request: Request) -> AsyncIterator[TokenEvent]:
-        """Events of one request, in order, the last with a finish reason; queued at the first iteration.
+    Without an engine every call raises Unavailable with the reason, and every waiting sink fails with it.
+    """
 
-        Closing the iterator cancels.
+    gave_up: asyncio.Future[Unavailable]  # set when there will be no engine any more
+
+    @property
+    def events(self) -> EngineEvents:
+        """Return the events to subscribe to."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Return the newest facts, with counters over all engines so far."""
+
+    @property
+    def trouble(self) -> Unavailable | None:
+        """Return why requests cannot be taken now, or None."""
+
+    @property
+    def lending_status(self) -> LendingStatus | None:
+        """Return the newest known status of lending; None on a device that is not lent."""
+
+    def submit(self, requests: Sequence[Request], sink: TokenSink) -> None:
+        """Queue requests; their events, and a later refusal, go to the sink.
+
+        Raises Unavailable without an engine, QueueFull above the limit, RequestRefused for an id in use.
         """
 
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Forget requests: their sink gets nothing more. Unknown ids are skipped."""
+
     async def evict(self, request_id: str) -> None:
-        """End a request with "abort"; its iterator still yields everything produced so far."""
+        """End a request with "abort", after everything it produced. Unknown ids are skipped."""
 
-    async def cancel(self, request_id: str) -> None:
-        """Forget a request; its iterator ends without another event."""
-
-    async def grant(self, tokens: int, sequences: int, until_s: float) -> None:
-        """Allow steps of this size until then, by the worker's clock; replaces the last grant. 0 tokens closes."""
-
-    async def kv_budget(self, budget_bytes: int) -> None:
-        """Hold at most this much KV memory; what no longer fits is evicted."""
-
-    async def stage(self, version: str, source: str) -> None:
+    async def stage(self, version: str, folder: str) -> None:
         """Load and verify weights from a folder beside the running ones. On failure nothing changes."""
 
     async def commit(self, version: str) -> None:
         """Swap to the staged version between two steps. Raises RequestRefused if it is not staged."""
 
-    async def facts(self) -> WorkerFacts: ...
+    async def set_wanted(self, is_wanted: bool) -> None:
+        """Say whether there is work for the rollout model of a lent device; others ignore it."""
 
-    async def close(self) -> None: ...
+    async def query(self) -> EngineFacts:
+        """Ask the engine itself for its facts; a lent device sends its lending status with them."""
+
+    async def close(self) -> None:
+        """Stop for good: requests under way end with Unavailable."""

@@ -1,66 +1,104 @@
-"""KV blocks: who holds which, and which of them may be found again by their content.
+"""KV blocks: which requests hold them, and which can be found again by their content.
 
-A block is in exactly one of four places: *referenced* by one or more requests, *cached* (nobody references
-it, but its content has a digest under which a later request may find it), *free*, or *away* with its page.
-Referenced and cached blocks together never exceed `limit`, which may be lowered and raised at run time.
+A block is *referenced* by requests, *cached* (found by its digest), *free*, or *away* with its page. Referenced and
+cached blocks never exceed `limit`, which may change at any time. Blocks lie in pages, which a `PageSource` lends and
+takes back whole; without a source every page is here from the start. docs/engine.md ("Blocks and pages") says how
+blocks are placed, cached and moved, and why.
 
-The digest of a block covers everything in front of it: it is chained from a root that is salted with the
-tenant and the weight version, so one tenant never finds another's blocks and no block survives its weights.
-
-Blocks lie in pages, which a `PageSource` lends and takes back whole while requests run; only blocks of pages
-held here are ever handed out. A fresh block comes from the fullest page (most referenced blocks, then lowest
-number), so that the emptier ones run dry and can go. When the pool lacks a block it uses free ones, then asks
-for a page, then drops the cached block used longest ago, then insists on a page. When a page is wanted back
-(`shrink`) the cache is dropped page by page instead: first the pages in which no request holds a block, used
-longest ago first. In-place reuse goes block by block because dropping whole pages there costs prefix hits
-and saves no page. Where requests come and go among cached blocks they end up in nearly every page, so that
-hardly one can go; `gather` then moves their blocks together (benchmarks/pages.py shows how much it matters).
-A move is a copy of keys and values, and a block that moved is still found under its digest.
-
-Without a source every page is here from the start, and by default there is one page of all blocks.
-
-A page that comes back may hold another model's keys and values. The pool hands out numbers, not memory:
-whoever computes must make a block ready when a request takes it (see `prepared_blocks` in the scheduler).
+The pool hands out numbers, not memory, and a page that comes back may hold another model's keys and values: the engine
+must make a block ready when a request takes it (`prepared_blocks` in the scheduler).
 """
 
 from __future__ import annotations
 
 import heapq
 from array import array
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import Protocol
 
-from rose.engines.shelf import NOT_ON_SHELF, PageShelf
-
 DIGEST_BYTES = 16
+UNFILED = -1  # the level of a page without a free block, or one that is away
 
 
 def root_digest(tenant: str, version: str) -> bytes:
+    """Return where a chain of digests starts: no tenant finds another's blocks, and no block survives its weights."""
     return blake2b(f"{len(tenant)}:{tenant}:{version}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the digest of a block and everything in front of it."""
     return blake2b(parent + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 class PageSource(Protocol):
-    """Where a pool's pages come from and go to. Pages are named by their number in the pool's own order."""
+    """The lender of a pool's pages, which are named by their number in the pool's own order."""
 
     def room(self) -> int:
-        """How many more pages an urgent `acquire` would give now. Cheap."""
+        """Return how many more pages an urgent `acquire` would give now. Cheap."""
 
     def acquire(self, count: int, *, urgent: bool) -> list[int]:
-        """At most `count` pages, usable at once. Urgent: a request waits, and nothing is left to drop here."""
+        """Return at most `count` pages, usable at once. Urgent: a request waits, and the pool has nothing to drop."""
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """These pages hold nothing any more, and the pool will not touch them again."""
+        """Take back pages that hold nothing any more."""
+
+
+class PagesByOccupancy:
+    """The pages with free blocks by level: 0 if wholly free, else one more than the referenced blocks.
+
+    The pages of a level are the bits of one number, so that filing and finding a page takes a few machine words.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self._level_of = [UNFILED] * pages
+        self._pages_at: dict[int, int] = {}
+        self._levels: list[int] = []  # those in use, sorted
+
+    def put(self, page: int, level: int) -> None:
+        """File a page under its new level."""
+        before = self._level_of[page]
+        if level == before:
+            return
+        self._level_of[page] = level
+        bit = 1 << page
+        if before != UNFILED:
+            self._pages_at[before] ^= bit
+            if not self._pages_at[before]:
+                del self._pages_at[before]
+                del self._levels[bisect_left(self._levels, before)]
+        if level != UNFILED:
+            if level not in self._pages_at:
+                self._pages_at[level] = 0
+                insort(self._levels, level)
+            self._pages_at[level] |= bit
+
+    def fullest(self) -> int:
+        """Return the lowest page of the highest level."""
+        pages = self._pages_at[self._levels[-1]]
+        return (pages & -pages).bit_length() - 1
+
+    def empty(self, count: int) -> list[int]:
+        """Return at most `count` wholly free pages, highest first."""
+        pages = self._pages_at.get(0, 0)
+        found: list[int] = []
+        while pages and len(found) < count:
+            found.append(pages.bit_length() - 1)
+            pages ^= 1 << found[-1]
+        return found
+
+    def check(self, levels: Sequence[int]) -> None:
+        """Assert that every page is filed under the level given for it."""
+        assert self._level_of == levels and self._levels == sorted(self._pages_at)
+        for page, level in enumerate(levels):
+            assert [at for at, pages in self._pages_at.items() if pages >> page & 1] == [level] * (level != UNFILED)
 
 
 class BlockPool:
-    """Hands out block numbers. `references[block]` counts the requests that hold it."""
+    """The KV blocks of one engine, by number. `references[block]` counts the requests that hold it."""
 
     def __init__(self, capacity: int, *, blocks_per_page: int | None = None, source: PageSource | None = None) -> None:
         self.blocks_per_page = blocks_per_page or capacity
@@ -77,7 +115,7 @@ class BlockPool:
         self._free: list[list[int]] = [[] for _ in range(pages)]  # a heap for each page
         self._free_count = 0
         self._referenced = [0] * pages
-        self._shelf = PageShelf(pages)
+        self._by_occupancy = PagesByOccupancy(pages)
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._idle: OrderedDict[int, None] = OrderedDict()  # pages with cached blocks and no referenced one
         self._digest_of: dict[int, bytes] = {}
@@ -91,43 +129,43 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` could hand out now; negative after the limit was lowered below use."""
+        """Return how many blocks `allocate` could hand out now; negative after the limit was lowered below use."""
         if self.source is None:
             return self.limit - self.used
         return min(self.limit, (self.pages_held + self.source.room()) * self.blocks_per_page) - self.used
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks for one owner, or None if that many are not to be had."""
+        """Return `count` blocks for one owner, of the fullest pages first, or None if there are not so many."""
         at_hand = count <= self._free_count and self.used + len(self._cached) + count <= self.limit
         if not at_hand and (count > self.available or not self._make_room(count)):
             return None
         taken: list[int] = []
         while len(taken) < count:
-            page = self._shelf.fullest()
+            page = self._by_occupancy.fullest()
             free = self._free[page]
             fresh = min(count - len(taken), len(free))
             taken += [heapq.heappop(free) for _ in range(fresh)]
             self._free_count -= fresh
-            self._refer(page, fresh)
+            self._refile(page, fresh)
         for block in taken:
             self.references[block] = 1
         self.used += count
         return taken
 
     def find(self, digest: bytes) -> int | None:
-        """The block with this content, without taking it."""
+        """Return the block with this content, without taking it."""
         return self._block_of.get(digest)
 
     def take(self, block: int) -> None:
-        """One more owner for a block that `find` named."""
+        """Add one owner to a block that `find` returned."""
         if self.references[block] == 0:
             del self._cached[block]
             self.used += 1
-            self._refer(block // self.blocks_per_page, 1)
+            self._refile(block // self.blocks_per_page, 1)
         self.references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One owner less for each. Tails go first, so that of a chain the tail is forgotten first."""
+        """Remove one owner from each block. Tails go first, so that the tail of a chain is forgotten first."""
         left: dict[int, int] = {}
         for block in reversed(list(blocks)):
             assert self.references[block] > 0, f"block {block} released twice"
@@ -143,7 +181,7 @@ class BlockPool:
                 self._free_count += 1
         for page, count in left.items():
             self.used -= count
-            self._refer(page, -count)
+            self._refile(page, -count)
         self._trim()
 
     def publish(self, block: int, digest: bytes) -> None:
@@ -153,7 +191,7 @@ class BlockPool:
             self._digest_of[block] = digest
 
     def forget_digests(self) -> None:
-        """Nothing that is here now will ever be found again (the weights changed)."""
+        """Make everything that is here now unfindable, because the weights changed."""
         by_page: dict[int, list[int]] = {}
         for block in self._cached:
             by_page.setdefault(block // self.blocks_per_page, []).append(block)
@@ -164,31 +202,30 @@ class BlockPool:
             self._free_all(page, blocks)
 
     def set_limit(self, limit: int) -> None:
-        """Cached blocks go at once; if requests hold more than `limit`, the caller must release some."""
+        """Drop cached blocks above the limit; if requests hold more, the caller must release some."""
         self.limit = max(0, min(limit, self.capacity))
         self._trim()
 
     # Pages
 
-    def pages_of(self, blocks: Iterable[int]) -> frozenset[int]:
-        return frozenset(block // self.blocks_per_page for block in blocks)
-
     def grow(self, pages: int) -> int:
-        """Take pages in before they are needed; how many came."""
+        """Take pages in before they are needed, and return how many came."""
         assert self.source is not None, "all pages are here already"
         fresh = self.source.acquire(pages, urgent=False)
         self._take_in(fresh)
         return len(fresh)
 
     def shrink(self, pages: int) -> int:
-        """Give back up to this many pages that no request stands in, with what they cache; how many went."""
-        assert self.source is not None, "there is nobody to give pages back to"
-        going = self._unpinned(pages)
+        """Give back up to this many pages that no request uses, with what they cache; return how many went."""
+        assert self.source is not None, "without a source no page can be given back"
+        # Empty pages from the highest down, then those whose cache was used longest ago.
+        going = self._by_occupancy.empty(pages)
+        going += islice(self._idle, pages - len(going))
         for page in going:
-            self._drop_cached_of(page)
+            self._drop_page(page)
             self._held[page] = False
             self._free[page].clear()
-            self._shelf.put(page, NOT_ON_SHELF)
+            self._by_occupancy.put(page, UNFILED)
         self.pages_held -= len(going)
         self._free_count -= len(going) * self.blocks_per_page
         if going:
@@ -196,33 +233,28 @@ class BlockPool:
         return len(going)
 
     def gather(self, pages: int, blocks_max: int | None = None) -> dict[int, int]:
-        """Move requests' blocks together until this many pages hold none of them, as far as others have places.
+        """Move referenced blocks together until this many pages hold none, if the other pages have places for them.
 
-        {from: to}, at most `blocks_max` of them. No place is also a source, so they may be copied in any order. Before
-        anything else whoever computes must copy these blocks and whoever lists blocks rename them.
+        Returns {from: to}, at most `blocks_max` of them. No place is also a source, so they may be copied in any
+        order. The caller must copy these blocks and rename them in its lists before anything else.
         """
         going = self._pages_to_vacate(pages, self.used if blocks_max is None else blocks_max)
-        staying = [p for p, referenced in enumerate(self._referenced) if referenced and p not in going]
+        staying = [page for page, referenced in enumerate(self._referenced) if referenced and page not in going]
         leaving = {page: [block for block in self._blocks_of(page) if self.references[block]] for page in going}
         blocks = [block for inside in leaving.values() for block in inside]
         moves = dict(zip(blocks, self._take_places(staying, len(blocks)), strict=True))
         for block, place in moves.items():
-            self._rename(block, place)
+            self.references[place], self.references[block] = self.references[block], 0
+            digest = self._digest_of.pop(block, None)
+            if digest is not None:  # a block that moved is still found
+                self._digest_of[place], self._block_of[digest] = digest, place
         for page, inside in leaving.items():
             self._free[page] = sorted(self._free[page] + inside)  # which is a heap
-            self._refer(page, -len(inside))
+            self._refile(page, -len(inside))
         return moves
 
-    def pages_to_free(self, count: int) -> dict[int, list[int]]:
-        """Which pages could go most easily, and the blocks in them that requests hold; none: the page can go now."""
-        found: dict[int, list[int]] = {page: [] for page in self._unpinned(count)}
-        if len(found) < count:
-            for page in self._pinned_pages()[: count - len(found)]:
-                found[page] = [block for block in self._blocks_of(page) if self.references[block]]
-        return found
-
     def check(self) -> None:
-        """Every block is in exactly one place, the counts agree, and nothing lies in a page that is away."""
+        """Assert that every block is in exactly one place, that the counts agree, and that no page away is used."""
         free, cached = {block for page in self._free for block in page}, set(self._cached)
         referenced = {block for block, count in enumerate(self.references) if count}
         held = {page for page, here in enumerate(self._held) if here}
@@ -230,37 +262,32 @@ class BlockPool:
         assert not (free & cached or free & referenced or cached & referenced), "a block is in two places"
         here = self.pages_held * self.blocks_per_page
         assert len(free) + len(cached) + len(referenced) == here, "a block is lost"
-        assert self.pages_of(free | cached | referenced) == held and len(held) == self.pages_held
+        assert self._pages_of(free | cached | referenced) == held and len(held) == self.pages_held
         assert self.used == len(referenced)
         assert self.used + len(cached) <= max(self.limit, self.used), "more cached than the limit allows"
         assert cached <= self._digest_of.keys() and not free & self._digest_of.keys()
         assert {digest: block for block, digest in self._digest_of.items()} == self._block_of
-        self._check_pages(cached, referenced)
-
-    def _check_pages(self, cached: set[int], referenced: set[int]) -> None:
-        pinned = self.pages_of(referenced)
+        pinned = self._pages_of(referenced)
         assert self.pages_pinned == len(pinned)
-        assert self._idle.keys() == self.pages_of(cached) - pinned
-        for page, free in enumerate(self._free):
-            inside = set(free)
-            assert inside <= set(self._blocks_of(page)), "a free block lies in another page"
-            assert self._referenced[page] == len(referenced & set(self._blocks_of(page)))
-            assert self._shelf.level_of(page) == self._level(page), "a page is filed under another level"
-        self._shelf.check()
+        assert self._idle.keys() == self._pages_of(cached) - pinned
+        for page, inside in enumerate(self._free):
+            blocks = set(self._blocks_of(page))
+            assert blocks.issuperset(inside), "a free block lies in another page"
+            assert self._referenced[page] == len(referenced & blocks)
+        self._by_occupancy.check([self._level(page) for page in range(len(self._free))])
 
-    # Room
+    # Free places
 
     def _make_room(self, count: int) -> bool:
         """Free blocks for `count` within the limit, the cheapest way first."""
-        excess = self.used + len(self._cached) + count - self.limit
-        self._drop_oldest(excess)
-        self._ask(count, urgent=False)
+        self._drop_oldest(self.used + len(self._cached) + count - self.limit)
+        self._request_pages(count, urgent=False)
         self._drop_oldest(count - self._free_count)
-        self._ask(count, urgent=True)
+        self._request_pages(count, urgent=True)
         return self._free_count >= count
 
-    def _ask(self, count: int, *, urgent: bool) -> None:
-        missing = count - self._free_count
+    def _request_pages(self, blocks: int, *, urgent: bool) -> None:
+        missing = blocks - self._free_count
         if missing > 0 and self.source is not None:
             self._take_in(self.source.acquire(-(-missing // self.blocks_per_page), urgent=urgent))
 
@@ -271,25 +298,12 @@ class BlockPool:
             self.pages_held += 1
             self._free[page] = list(self._blocks_of(page))
             self._free_count += self.blocks_per_page
-            self._shelf.put(page, self._level(page))
-
-    def _unpinned(self, count: int) -> list[int]:
-        """Pages that no request stands in: empty ones from the highest down, then the least recently used."""
-        found = self._shelf.highest_at(0, count)
-        for page in self._idle:
-            if len(found) >= count:
-                break
-            found.append(page)
-        return found
-
-    def _pinned_pages(self) -> list[int]:
-        """Least full first."""
-        pinned = [page for page, referenced in enumerate(self._referenced) if referenced]
-        return sorted(pinned, key=lambda page: (self._referenced[page], -page))
+            self._by_occupancy.put(page, self._level(page))
 
     def _pages_to_vacate(self, pages: int, blocks_max: int) -> list[int]:
-        """Enough of the least full pages to have `pages` without a request, if the rest can take their blocks."""
-        pinned = self._pinned_pages()
+        """Return enough of the least full pages to have `pages` unpinned, if the rest can take their blocks."""
+        pinned = [page for page, referenced in enumerate(self._referenced) if referenced]
+        pinned.sort(key=lambda page: (self._referenced[page], -page))
         missing = pages - (self.pages_held - len(pinned))
         places = len(pinned) * self.blocks_per_page - self.used
         going: list[int] = []
@@ -302,7 +316,7 @@ class BlockPool:
         return going
 
     def _take_places(self, pages: Sequence[int], count: int) -> list[int]:
-        """Free blocks of these pages, fullest page first; if they are too few, what was used longest ago is dropped."""
+        """Take free blocks of these pages, fullest page first; if too few, drop what was cached longest ago."""
         missing = count - sum(len(self._free[page]) for page in pages)
         if missing > 0:
             inside = set(pages)
@@ -314,38 +328,21 @@ class BlockPool:
             free = sorted(self._free[page])
             taken = free[: count - len(found)]
             self._free[page] = free[len(taken) :]
-            self._refer(page, len(taken))
+            self._refile(page, len(taken))
             found += taken
         return found
 
-    def _rename(self, block: int, place: int) -> None:
-        self.references[place], self.references[block] = self.references[block], 0
-        digest = self._digest_of.pop(block, None)
-        if digest is not None:
-            self._digest_of[place], self._block_of[digest] = digest, place
+    # The cache
 
     def _trim(self) -> None:
-        if self.source is not None:  # a lower limit means that pages are wanted
+        if self.source is not None:  # a lower limit means that whole pages are wanted
             while self._idle and self.used + len(self._cached) > self.limit:
-                self._drop_cached_of(next(iter(self._idle)))
+                self._drop_page(next(iter(self._idle)))
         self._drop_oldest(self.used + len(self._cached) - self.limit)
 
     def _drop_oldest(self, count: int) -> None:
         for _ in range(min(count, len(self._cached))):
             self._drop(next(iter(self._cached)))
-
-    def _drop_cached_of(self, page: int) -> None:
-        going = [block for block in self._blocks_of(page) if block in self._cached]
-        for block in going:
-            del self._cached[block]
-            del self._block_of[self._digest_of.pop(block)]
-        self._free_all(page, going)
-
-    def _free_all(self, page: int, blocks: list[int]) -> None:
-        """Of one page, at once: new weights free all that is cached, and somebody waits meanwhile."""
-        self._free[page] = sorted(self._free[page] + blocks)  # which is a heap
-        self._free_count += len(blocks)
-        self._refer(page, 0)
 
     def _drop(self, block: int) -> None:
         page = block // self.blocks_per_page
@@ -353,14 +350,27 @@ class BlockPool:
         del self._block_of[self._digest_of.pop(block)]
         heapq.heappush(self._free[page], block)
         self._free_count += 1
-        self._refer(page, 0)
+        self._refile(page, 0)
 
-    def _refer(self, page: int, change: int) -> None:
-        """So many more blocks of this page are referenced; then it may be fuller, idle or empty."""
+    def _drop_page(self, page: int) -> None:
+        going = [block for block in self._blocks_of(page) if block in self._cached]
+        for block in going:
+            del self._cached[block]
+            del self._block_of[self._digest_of.pop(block)]
+        self._free_all(page, going)
+
+    def _free_all(self, page: int, blocks: list[int]) -> None:
+        """Free blocks of one page at once: new weights free all that is cached, while requests wait."""
+        self._free[page] = sorted(self._free[page] + blocks)  # which is a heap
+        self._free_count += len(blocks)
+        self._refile(page, 0)
+
+    def _refile(self, page: int, change: int) -> None:
+        """Count so many more referenced blocks in this page, and file it as fuller, idle or empty."""
         before = self._referenced[page]
         after = self._referenced[page] = before + change
         self.pages_pinned += bool(after) - bool(before)
-        self._shelf.put(page, self._level(page))
+        self._by_occupancy.put(page, self._level(page))
         if after == 0 and len(self._free[page]) < self.blocks_per_page:
             if before:
                 self._idle[page] = None
@@ -370,8 +380,11 @@ class BlockPool:
     def _level(self, page: int) -> int:
         free = len(self._free[page])
         if free == 0:
-            return NOT_ON_SHELF
+            return UNFILED
         return 0 if free == self.blocks_per_page else 1 + self._referenced[page]
 
     def _blocks_of(self, page: int) -> range:
         return range(page * self.blocks_per_page, (page + 1) * self.blocks_per_page)
+
+    def _pages_of(self, blocks: Iterable[int]) -> set[int]:
+        return {block // self.blocks_per_page for block in blocks}

@@ -1,14 +1,11 @@
-"""FrozenLake in text: walk over the ice to the goal, and into no hole. The engine is gymnasium's.
+"""FrozenLake in text, on gymnasium's engine: walk over the ice to the goal, and into no hole.
 
-Every seed is another random map that can be solved. Two views of it:
+Every seed is another random map that can be solved. The view `egocentric` is one line: where the walker stands, and
+what lies to its left, below, to its right and above, such as `0,1 L_D_ROU#` (`_` ice, `O` hole, `G` goal, `#` edge).
+It never shows the whole map, so the history matters, and a model of a million weights learns to read it in minutes.
+The view `grid` is the whole map with the walker as `P`. The same model learns a route from it, but not to read it.
 
-- `egocentric`, one line: where the walker stands and what lies to its left, below, to its right and above, such as
-  `0,1 L_D_ROU#` (`_` ice, `O` hole, `G` goal, `#` edge). The map is never shown whole, so the history matters; a
-  model of a million weights learns to read it in minutes.
-- `grid`, the whole map with the walker as `P`. The same small model learns a route from it, but not to read it.
-
-An action is `<answer>Right</answer>`, with anything before it: what a model thinks first is its own affair. Anything
-else is invalid: it costs a turn and a little reward and moves nobody. The reward is 1 for the goal.
+An action is `<answer>Right</answer>`, with anything before it. Any other text costs a turn and a little reward.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
-from rose.envs.base import Outcome
+from rose.envs.environment import Outcome
 from rose.errors import ConfigError
 
 View = Literal["egocentric", "grid"]
@@ -33,6 +30,8 @@ SHOWN = {"S": ICE, "F": ICE, "H": HOLE, "G": GOAL}
 
 @dataclass(frozen=True, slots=True)
 class LakeSettings:
+    """Settings of FrozenLake."""
+
     size: int = 4
     is_slippery: bool = False
     view: View = "egocentric"
@@ -50,7 +49,7 @@ class LakeSettings:
 
 
 class FrozenLake:
-    """One walker. A slippery lake moves it sideways as often as where it wants to go."""
+    """One walker. A slippery lake moves it sideways as often as in the chosen direction."""
 
     is_quick = True
 
@@ -74,10 +73,10 @@ class FrozenLake:
         assert self._engine is not None, "step before reset"
         self._turns += 1
         is_last = self._turns >= self.settings.turns_max
-        wanted = ANSWER.search(action)
-        if wanted is None:
+        match = ANSWER.search(action)
+        if match is None:
             return Outcome(self._observation(), -self.settings.invalid_penalty, is_last, is_valid=False)
-        place, reward, is_over, _, _ = self._engine.step(ACTIONS.index(wanted[1]))
+        place, reward, is_over, _, _ = self._engine.step(ACTIONS.index(match[1]))
         self._place = int(place)
         return Outcome(self._observation(), float(reward), bool(is_over) or is_last, is_success=reward > 0)
 
@@ -87,43 +86,42 @@ class FrozenLake:
             self._engine = None
 
     def best_action(self) -> str:
-        """The first move of a shortest way to the goal, for an expert to imitate."""
+        """Return the first move of a shortest way to the goal, for an expert to imitate."""
+        size = self.settings.size
         first_moves = {self._place: ""}
         queue = deque([self._place])
         while queue:
             place = queue.popleft()
-            if self._cell(*divmod(place, self.settings.size)) == GOAL:
+            row, column = divmod(place, size)
+            if self._cell(row, column) == GOAL:
                 return first_moves[place]
-            for action, after in self._neighbours(place):
-                if after not in first_moves:
+            for action, (down, right) in zip(ACTIONS, MOVES):
+                after = (row + down) * size + column + right
+                if self._cell(row + down, column + right) in (ICE, GOAL) and after not in first_moves:
                     first_moves[after] = first_moves[place] or action
                     queue.append(after)
         return ACTIONS[0]  # in a hole there is no way, and no next move
 
     def surroundings(self) -> dict[str, str]:
-        """What lies in each direction: ice, hole, goal or edge, as it is shown."""
+        """Return the cell in each direction, as it is shown: ice, hole, goal or edge."""
         row, column = divmod(self._place, self.settings.size)
         return {action: self._cell(row + down, column + right) for action, (down, right) in zip(ACTIONS, MOVES)}
-
-    def _neighbours(self, place: int) -> list[tuple[str, int]]:
-        size = self.settings.size
-        row, column = divmod(place, size)
-        found = []
-        for action, (down, right) in zip(ACTIONS, MOVES):
-            if self._cell(row + down, column + right) in (ICE, GOAL):
-                found.append((action, (row + down) * size + column + right))
-        return found
 
     def _cell(self, row: int, column: int) -> str:
         size = self.settings.size
         return SHOWN[self._map[row][column]] if 0 <= row < size and 0 <= column < size else EDGE
 
     def _observation(self) -> str:
-        size = self.settings.size
-        row, column = divmod(self._place, size)
+        row, column = divmod(self._place, self.settings.size)
         if self.settings.view == "egocentric":
             around = "".join(action[0] + cell for action, cell in self.surroundings().items())
             return f"{row},{column} {around}"
+        return self.board()
+
+    def board(self) -> str:
+        """Return the whole map with the walker."""
+        size = self.settings.size
+        row, column = divmod(self._place, size)
         cells = [[self._cell(r, c) for c in range(size)] for r in range(size)]
         cells[row][column] = WALKER
         return "\n".join("".join(line) for line in cells)
@@ -131,7 +129,7 @@ class FrozenLake:
 
 @functools.cache
 def _toy_text() -> ModuleType:
-    """gymnasium takes a while to import, and only who plays needs it."""
+    """Import gymnasium late: it takes a while, and only this environment needs it."""
     try:
         from gymnasium.envs.toy_text import frozen_lake
     except ImportError as error:

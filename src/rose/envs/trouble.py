@@ -1,21 +1,16 @@
-"""Trouble on purpose: calls that are slow, fail, hang or answer nonsense, as often as wanted and by a seed.
+"""Injects faults: calls that are slow, fail, hang or return nonsense, at chosen rates and by a seed.
 
     trouble = TroubleSettings(latency="lognormal:median=0.2,sigma=1", failure_rate=0.01, hang_rate=0.001)
     dice = trouble_dice(trouble, "run/3/5")
-    environment = Guarded(lambda: troubled(make_environment("frozenlake"), trouble, dice))
+    environment = TimedEnvironment(lambda: troubled(make_environment("frozenlake"), trouble, dice))
 
-Real environments are simulators, browsers and shells behind a network: their latency has a long tail and some of their
-calls are lost. With this a run meets the same on one machine. What a call meets depends on the settings' seed, the
-episode's key and how many calls the episode has made: the same episode meets the same trouble every time, and playing
-it anew meets other trouble, since the dice are thrown further, not again.
-
-A call that hangs does come back, after `hang_s`: nobody can tell that from for ever who has less patience, and the
-thread is not lost.
+Faults depend on the settings' seed, the episode's key and how many calls the episode has made. So the same episode
+meets the same faults every time, and playing it anew meets others. A call that hangs returns after `hang_s`: to a
+caller with a shorter timeout it hangs for ever, and no thread is lost.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import random
 import threading
@@ -24,46 +19,38 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose.config.schema import setting
-from rose.config.spec import read_settings
-from rose.envs.base import Environment, Outcome
+from rose.config.spec_text import nearest_example, read_settings
+from rose.envs.environment import Environment, Outcome
 from rose.errors import ConfigError
-
-Draw = Callable[[random.Random], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How a latency is drawn. Every setting must be given."""
+    """A distribution of latencies. Every setting of the example must be given."""
 
     draw: Callable[[Mapping[str, float], random.Random], float]
     example: str
-    settings: tuple[str, ...]
 
 
 DISTRIBUTIONS = {
-    "constant": Distribution(lambda given, dice: given["seconds"], "constant:seconds=0.2", ("seconds",)),
+    "constant": Distribution(lambda values, dice: values["seconds"], "constant:seconds=0.2"),
     "uniform": Distribution(
-        lambda given, dice: dice.uniform(given["low"], given["high"]), "uniform:low=0.1,high=0.5", ("low", "high")
+        lambda values, dice: dice.uniform(values["low"], values["high"]), "uniform:low=0.1,high=0.5"
     ),
-    "exponential": Distribution(
-        lambda given, dice: dice.expovariate(1 / given["mean"]), "exponential:mean=0.2", ("mean",)
-    ),
+    "exponential": Distribution(lambda values, dice: dice.expovariate(1 / values["mean"]), "exponential:mean=0.2"),
     "lognormal": Distribution(
-        lambda given, dice: dice.lognormvariate(math.log(given["median"]), given["sigma"]),
+        lambda values, dice: dice.lognormvariate(math.log(values["median"]), values["sigma"]),
         "lognormal:median=0.2,sigma=1",
-        ("median", "sigma"),
     ),
     "pareto": Distribution(
-        lambda given, dice: given["least"] * dice.paretovariate(given["alpha"]),
-        "pareto:least=0.05,alpha=1.5",
-        ("least", "alpha"),
+        lambda values, dice: values["least"] * dice.paretovariate(values["alpha"]), "pareto:least=0.05,alpha=1.5"
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TroubleSettings:
-    """Shares are of calls, resets and steps alike."""
+    """Rates of faults. Shares are of calls, resets and steps alike."""
 
     latency: str = setting("", "seconds added to every call, such as lognormal:median=0.2,sigma=1; empty adds none")
     failure_rate: float = setting(0.0, "share of calls that fail", minimum=0, maximum=1)
@@ -85,17 +72,17 @@ class TroubleSettings:
 
 
 def trouble_dice(trouble: TroubleSettings, key: str) -> random.Random:
-    """The dice of one episode, to be used by every environment that plays it."""
+    """Return the random stream of one episode, for every environment that plays it."""
     return random.Random(f"{trouble.seed}/{key}")
 
 
 def troubled(environment: Environment, trouble: TroubleSettings, dice: random.Random) -> Environment:
-    """The environment in trouble; itself, if there is none."""
+    """Return the environment with faults; unchanged if the settings have none."""
     return Troubled(environment, trouble, dice) if trouble.is_any else environment
 
 
 class Troubled:
-    """An environment whose calls meet trouble before they are made."""
+    """An environment whose calls meet faults before they are made."""
 
     is_quick = False
 
@@ -106,31 +93,29 @@ class Troubled:
         self._closed = threading.Event()
 
     def reset(self, seed: int) -> str:
-        nonsense = self._meet()
+        nonsense = self._inject()
         return nonsense[0] if nonsense else self._environment.reset(seed)
 
     def step(self, action: str) -> Outcome:
-        nonsense = self._meet()
+        nonsense = self._inject()
         return nonsense[1] if nonsense else self._environment.step(action)
 
     def close(self) -> None:
         self._closed.set()
         self._environment.close()
 
-    def _meet(self) -> tuple[Any, Any] | None:
-        """Waits, raises or hangs, as the dice fall; returns the nonsense to answer with, if any."""
+    def _inject(self) -> tuple[Any, Any] | None:
+        """Wait, raise or hang, as drawn; return the nonsense to answer with, if any."""
         trouble, dice = self._trouble, self._dice
         latency_s = self._latency(dice) if self._latency else 0.0
-        fate, nonsense = dice.random(), dice.choice(NONSENSE)
+        draw, nonsense = dice.random(), dice.choice(NONSENSE)
         self._closed.wait(latency_s)
-        if fate < trouble.failure_rate:
+        if draw < trouble.failure_rate:
             raise ConnectionError("the call was lost (trouble on purpose)")
-        if fate < trouble.failure_rate + trouble.hang_rate:
+        if draw < trouble.failure_rate + trouble.hang_rate:
             self._closed.wait(trouble.hang_s)
             raise ConnectionError("the call hung (trouble on purpose)")
-        if fate < trouble.failure_rate + trouble.hang_rate + trouble.nonsense_rate:
-            return nonsense
-        return None
+        return nonsense if draw < trouble.failure_rate + trouble.hang_rate + trouble.nonsense_rate else None
 
 
 # What a broken environment may answer to reset and to step.
@@ -143,19 +128,13 @@ NONSENSE: tuple[tuple[Any, Any], ...] = (
 )
 
 
-def parse_distribution(spec: str) -> Draw:
-    """`lognormal:median=0.2,sigma=1` -> what draws a number of seconds; ConfigError says how to write it."""
+def parse_distribution(spec: str) -> Callable[[random.Random], float]:
+    """Return a function that draws seconds: `lognormal:median=0.2,sigma=1`. ConfigError says how to write it."""
     name = spec.partition(":")[0]
     if name not in DISTRIBUTIONS:
-        raise ConfigError(f"there is no distribution `{name}`", hint=_nearest(name))
+        examples = {known: distribution.example for known, distribution in DISTRIBUTIONS.items()}
+        raise ConfigError(f"there is no distribution `{name}`", hint=nearest_example(name, examples, "there are"))
     distribution = DISTRIBUTIONS[name]
-    wanted = dict.fromkeys(distribution.settings, math.nan)
-    given = read_settings("distribution", name, spec, wanted, distribution.example)
-    return lambda dice: distribution.draw(given, dice)
-
-
-def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, DISTRIBUTIONS, n=1)
-    if near:
-        return f"did you mean {DISTRIBUTIONS[near[0]].example}?"
-    return "there are " + ", ".join(distribution.example for distribution in DISTRIBUTIONS.values())
+    required = {part.partition("=")[0]: math.nan for part in distribution.example.partition(":")[2].split(",")}
+    settings = read_settings("distribution", name, spec, required, distribution.example)
+    return lambda dice: distribution.draw(settings, dice)

@@ -1,7 +1,7 @@
 """The files of a model folder: JSON read strictly, with errors that name the file and the key.
 
-A model folder comes from anywhere, so nothing in it is trusted: sizes are bounded, types are checked, and a
-value that makes no sense is refused here, at start-up, instead of failing later inside the engine.
+A model folder comes from anywhere, so sizes are bounded, types are checked, and a value that makes no sense is refused
+at start-up instead of failing later inside the engine.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from typing import Any
 
 from rose.errors import ModelError
 
-JSON_BYTES_MAX = 64 * 2**20
-"""The largest tokenizer.json in the wild is about 35 MB; anything beyond this is not one of ours."""
-
-WHOLE_MAX = 2**40
-"""No size of a model comes near this; products of two such sizes still fit a Python int comfortably."""
-
-NUMBER_MAX = 1e30
-"""Below the largest float32, in which the engine computes."""
+JSON_BYTES_MAX = 64 * 2**20  # the largest published tokenizer.json has about 35 MB
+WHOLE_MAX = 2**40  # no size of a model comes near this
+NUMBER_MAX = 1e30  # below the largest float32, in which the engine computes
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that must be there."""
+    """Return the text of a file that must exist."""
     try:
         size = path.stat().st_size
         if size > JSON_BYTES_MAX:
@@ -39,7 +34,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that must hold an object."""
+    """Return the object of a JSON file."""
     try:
         value = json.loads(read_text(path))
     except json.JSONDecodeError as error:
@@ -54,18 +49,18 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def kind_of(value: object) -> str:
-    """What a JSON value is, in words for a message."""
+    """Return the kind of a JSON value, in words for a message."""
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 
 def sibling_name(path: Path) -> Path:
-    """A name beside `path` that nobody else uses, for what is made first and renamed when it is whole."""
+    """Return a unique name beside `path`, for a file or folder that is renamed when it is whole."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 class Keys:
-    """Typed access to the keys of one JSON object; every complaint names the file and the key."""
+    """Typed access to the keys of one JSON object; every error names the file and the key."""
 
     def __init__(self, file: str, values: dict[str, Any], prefix: str = "") -> None:
         self.file = file
@@ -73,7 +68,7 @@ class Keys:
         self.prefix = prefix
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key is there with a value; null counts as absent, as it does for transformers."""
+        """Return whether the key has a value; null counts as absent, as it does for transformers."""
         return self.values.get(key) is not None
 
     def complaint(self, key: str, what: str) -> ModelError:
@@ -117,7 +112,7 @@ class Keys:
         return value
 
     def inner(self, key: str) -> Keys:
-        """The object under a key; an absent one is empty."""
+        """Return the object under a key; an absent one is empty."""
         value = self.get(key, {})
         if not isinstance(value, dict):
             raise self.complaint(key, f"must be an object, not {_shown(value)}")

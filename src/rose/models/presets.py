@@ -1,34 +1,147 @@
 """Small models made on the spot: no hub, no download, and the same bytes everywhere for the same seed.
 
-A preset is an architecture, a tokenizer and random weights; what `write_preset` leaves is an ordinary Hugging
-Face folder, which transformers loads offline.
+A preset is an architecture, a tokenizer and random weights; `write_preset` leaves an ordinary Hugging Face folder. Two
+tokenizers spell any text: one byte by byte, the other by characters and a few words, with `?` for the rest. Weights are
+near-normal numbers from integer sums of Philox streams keyed by the tensor's name, so neither numpy's version nor the
+machine's mathematics can change a bit. The *plain* scale is what the families were trained from; a tied model of that
+scale repeats its last token for ever, so models that are served and measured untrained have the *lively* scale.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from rose.errors import ConfigError
 from rose.models.files import sibling_name
-from rose.models.initial import PLAIN_STD, Scale, random_weights
+from rose.models.model_spec import ARCHITECTURES, Family, ModelSpec
 from rose.models.rope import Rope
-from rose.models.spec import ARCHITECTURES, Family, ModelSpec
-from rose.models.tensors import SINGLE
-from rose.models.vocabulary import CHAT_END, END_OF_TEXT, Vocabulary, byte_vocabulary, lake_vocabulary
-from rose.models.writer import write_tensors
+from rose.models.stream import BYTE_OF_CHARACTER
+from rose.models.tensors import SINGLE, Shape, expected_tensors, write_tensors
 
 SEED_MAX = 2**64 - 1
+
+END_OF_TEXT, CHAT_START, CHAT_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD = "<|pad|>"
+BYTE_SPECIALS = (END_OF_TEXT, CHAT_START, CHAT_END, PAD)
+BYTE_WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+LAKE_SPECIALS = (END_OF_TEXT, CHAT_START, CHAT_END)
+LAKE_WORDS = (
+    *("<answer>", "</answer>", "Left", "Right", "Up", "Down"),
+    *("user", "assistant", "system", "goal", "hole"),
+)
+LAKE_CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
+
+CHATML = """\
+{%- if tools -%}
+    {{- '<|im_start|>system\\n' -}}
+    {%- if messages[0]['role'] == 'system' -%}
+        {{- messages[0]['content'] + '\\n\\n' -}}
+    {%- endif -%}
+    {{- 'Tools you may call, one JSON object per line:\\n<tools>\\n' -}}
+    {%- for tool in tools -%}
+        {{- tool | tojson + '\\n' -}}
+    {%- endfor -%}
+    {{- '</tools>\\nTo call one, say:\\n<tool_call>\\n' -}}
+    {{- '{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if not (tools and loop.first and message['role'] == 'system') -%}
+        {{- '<|im_start|>' + message['role'] + '\\n' -}}
+        {%- if message['content'] is string -%}
+            {{- message['content'] -}}
+        {%- elif message['content'] -%}
+            {%- for part in message['content'] -%}
+                {{- part['text'] -}}
+            {%- endfor -%}
+        {%- endif -%}
+        {%- for call in message['tool_calls'] or [] -%}
+            {%- if message['content'] or not loop.first -%}
+                {{- '\\n' -}}
+            {%- endif -%}
+            {{- '<tool_call>\\n{"name": ' + (call['function']['name'] | tojson) -}}
+            {{- ', "arguments": ' + (call['function']['arguments'] | tojson) + '}\\n</tool_call>' -}}
+        {%- endfor -%}
+        {{- '<|im_end|>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+Scale = Literal["plain", "lively"]
+
+PLAIN_STD = 0.02
+LIVELY_GAIN = 2.0  # at 1 greedy text loops within ten tokens; at 2 it stays varied and float32 still agrees to 1e-4
+FOUR_UNIFORMS_MEAN = 2 * 65535
+FOUR_UNIFORMS_STD = math.sqrt((65536**2 - 1) / 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer and the names of its special tokens."""
+
+    tokenizer: Tokenizer
+    pad: str
+
+    @property
+    def size(self) -> int:
+        return self.tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def id_of(self, token: str) -> int:
+        token_id = self.tokenizer.token_to_id(token)
+        assert token_id is not None, token
+        return token_id
+
+    def config(self, max_context_tokens: int) -> dict[str, Any]:
+        """Return the tokenizer_config.json of this tokenizer."""
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": CHAT_END,
+            "pad_token": self.pad,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": max_context_tokens,
+            "chat_template": CHATML,
+        }
+
+
+def byte_vocabulary() -> Vocabulary:
+    """Return 256 bytes, each with its own value as id, and eight more tokens: 264."""
+    tokenizer = Tokenizer(models.BPE(vocab=BYTE_OF_CHARACTER, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _with_added(tokenizer, BYTE_SPECIALS, BYTE_WORDS, PAD)
+
+
+def lake_vocabulary() -> Vocabulary:
+    """Return newline and printable ASCII, three special tokens and eleven words: 110."""
+    tokens = {character: rank for rank, character in enumerate(LAKE_CHARACTERS)}
+    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[], unk_token="?"))
+    tokenizer.decoder = decoders.Fuse()
+    return _with_added(tokenizer, LAKE_SPECIALS, LAKE_WORDS, END_OF_TEXT)
+
+
+def _with_added(tokenizer: Tokenizer, specials: tuple[str, ...], words: tuple[str, ...], pad: str) -> Vocabulary:
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in words])
+    return Vocabulary(tokenizer, pad)
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One row of the table. `summary` says what it is for."""
+    """A model that `write_preset` can make."""
 
     name: str
     family: Family
@@ -57,7 +170,7 @@ PRESETS: dict[str, Preset] = {preset.name: preset for preset in _TABLE}
 
 
 def find_preset(name: str) -> Preset:
-    """The preset of this name, or a ConfigError that names the nearest one."""
+    """Return the preset of this name, or raise a ConfigError that names the nearest one."""
     if name in PRESETS:
         return PRESETS[name]
     near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
@@ -66,7 +179,7 @@ def find_preset(name: str) -> Preset:
 
 
 def preset_spec(preset: Preset) -> ModelSpec:
-    """What `read_spec` will say of the folder that `write_preset` makes."""
+    """Return what `read_spec` will return for the folder that `write_preset` makes."""
     vocabulary = preset.vocabulary()
     return ModelSpec(
         family=preset.family,
@@ -98,20 +211,16 @@ def write_preset(preset: Preset | str, out: Path | str, seed: int = 0, force: bo
     out = Path(out).resolve()
     try:
         _refuse_occupied(out, force)
-        _write_whole(preset, out, seed)
+        fresh = sibling_name(out)
+        try:
+            fresh.mkdir(parents=True)
+            _write_files(preset, fresh, seed)
+            _move_into_place(fresh, out)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from error
     return out
-
-
-def _write_whole(preset: Preset, out: Path, seed: int) -> None:
-    fresh = sibling_name(out)
-    try:
-        fresh.mkdir(parents=True)
-        _write_files(preset, fresh, seed)
-        _move_into_place(fresh, out)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _write_files(preset: Preset, folder: Path, seed: int) -> None:
@@ -130,8 +239,8 @@ def _write_files(preset: Preset, folder: Path, seed: int) -> None:
 
 
 def _config(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of a spec, in the form that both old and new versions of transformers read."""
-    found: dict[str, Any] = {
+    """Return the config.json of a spec, in the form that both old and new versions of transformers read."""
+    return {
         "architectures": [spec.architecture],
         "model_type": spec.family,
         "num_hidden_layers": spec.layers,
@@ -149,10 +258,8 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
         "tie_word_embeddings": spec.tied_embeddings,
         "dtype": spec.dtype,
         "torch_dtype": spec.dtype,
+        **({"attention_bias": False} if spec.family != "qwen2" else {}),
     }
-    if spec.family != "qwen2":
-        found["attention_bias"] = False
-    return found
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -172,7 +279,7 @@ def _refuse_occupied(out: Path, force: bool) -> None:
 
 
 def _move_into_place(fresh: Path, out: Path) -> None:
-    """Rename is what makes a folder appear whole; an old one steps aside first, since it is not empty."""
+    """Rename the fresh folder, so that it appears whole; an old one that is not empty is renamed away first."""
     if not out.exists():
         fresh.rename(out)
         return
@@ -184,3 +291,30 @@ def _move_into_place(fresh: Path, out: Path) -> None:
         aside.rename(out)
         raise
     shutil.rmtree(aside)
+
+
+# Random weights
+
+
+def random_weights(spec: ModelSpec, scale: Scale, salt: str) -> dict[str, NDArray[np.float32]]:
+    """Return every tensor of a model; norms are one. The salt selects the random stream."""
+    weights = {}
+    for name, shape in expected_tensors(spec).items():
+        if "norm" in name:
+            weights[name] = np.ones(shape, dtype=np.float32)
+            continue
+        # What adds to the residual stream is scaled down by the number of additions.
+        depth = math.sqrt(2 * spec.layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+        gain = 1.0 if "embed" in name or "bias" in name else LIVELY_GAIN
+        std = PLAIN_STD / depth if scale == "plain" else gain / math.sqrt(shape[-1]) / depth
+        weights[name] = _random_tensor(f"{salt}/{name}", shape, std)
+    return weights
+
+
+def _random_tensor(key: str, shape: Shape, std: float) -> NDArray[np.float32]:
+    digest = hashlib.sha256(key.encode()).digest()
+    raw = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(math.prod(shape))
+    sums = np.full(raw.shape, -FOUR_UNIFORMS_MEAN, dtype=np.int64)
+    for shift in (0, 16, 32, 48):
+        sums += (raw >> np.uint64(shift) & np.uint64(0xFFFF)).astype(np.int64)
+    return (sums * (std / FOUR_UNIFORMS_STD)).astype(np.float32).reshape(shape)

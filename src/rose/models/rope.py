@@ -1,8 +1,7 @@
-"""Rotary positions: which frequencies each family's variants turn by.
+"""Rotary position embeddings (RoPE): reading a config's variant, and computing its frequencies.
 
-The frequencies are fixed at start-up, so only variants that do not depend on the running length of a
-sequence are taken: default, linear, llama3 and yarn. All arithmetic is float32 in the order transformers
-uses, since positions of some thousand tokens multiply every rounding error by as much.
+The frequencies are fixed at start-up, so variants that depend on the running length of a sequence are refused. All
+arithmetic is float32 in the order transformers uses: positions of some thousand tokens multiply every rounding error.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from rose.models.files import Keys
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
+SUPPORTED = f"supported are {', '.join(KINDS)}"
 LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions become angles. Fields after `factor` matter to llama3 and yarn only."""
+    """The rotation of positions. Fields after `factor` matter to llama3 and yarn only."""
 
     kind: RopeKind = "default"
     theta: float = 10_000.0
@@ -39,10 +39,12 @@ class Rope:
 
 
 def read_rope(config: Keys, max_context_tokens: int) -> Rope:
-    """The rope of a config.json, in the form of old (`rope_theta`, `rope_scaling`) or new (`rope_parameters`)."""
+    """Return the RoPE of a config.json, old form (`rope_theta`, `rope_scaling`) or new (`rope_parameters`)."""
     scaling = config.inner("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
-    _refuse_partial(config)
-    _refuse_partial(scaling)
+    for keys in (config, scaling):
+        if keys.number("partial_rotary_factor", 1.0) != 1.0:
+            wrong = "is not 1: models that rotate part of a head are not supported"
+            raise keys.complaint("partial_rotary_factor", wrong)
     kind = _read_kind(scaling)
     theta = scaling.number("rope_theta", config.number("rope_theta", 10_000.0), above=1.0)
     if kind == "default":
@@ -52,13 +54,11 @@ def read_rope(config: Keys, max_context_tokens: int) -> Rope:
     fallback = scaling.whole("original_max_position_embeddings", max_context_tokens)
     original = config.whole("original_max_position_embeddings", fallback)
     if kind == "llama3":
-        return _read_llama3(scaling, theta, original)
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        if high <= low:
+            raise scaling.complaint("high_freq_factor", f"must be above low_freq_factor ({low:g}), not {high:g}")
+        return Rope("llama3", theta, scaling.number("factor"), original, low, high)
     return _read_yarn(scaling, theta, original, max_context_tokens)
-
-
-def _refuse_partial(keys: Keys) -> None:
-    if keys.number("partial_rotary_factor", 1.0) != 1.0:
-        raise keys.complaint("partial_rotary_factor", "is not 1: models that rotate part of a head are not supported")
 
 
 def _read_kind(scaling: Keys) -> RopeKind:
@@ -69,21 +69,10 @@ def _read_kind(scaling: Keys) -> RopeKind:
     key = "rope_type" if "rope_type" in scaling else "type"
     kind = scaling.text(key, "default")
     if kind in LENGTH_DEPENDENT:
-        raise scaling.complaint(key, f"is {kind!r}, which depends on the running length; {_supported()}")
+        raise scaling.complaint(key, f"is {kind!r}, which depends on the running length; {SUPPORTED}")
     if kind not in KINDS:
-        raise scaling.complaint(key, f"is {kind!r}, which is not known; {_supported()}")
+        raise scaling.complaint(key, f"is {kind!r}, which is not known; {SUPPORTED}")
     return cast(RopeKind, kind)
-
-
-def _supported() -> str:
-    return f"supported are {', '.join(KINDS)}"
-
-
-def _read_llama3(scaling: Keys, theta: float, original: int) -> Rope:
-    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-    if high <= low:
-        raise scaling.complaint("high_freq_factor", f"must be above low_freq_factor ({low:g}), not {high:g}")
-    return Rope("llama3", theta, scaling.number("factor"), original, low, high)
 
 
 def _read_yarn(scaling: Keys, theta: float, original: int, max_context_tokens: int) -> Rope:
@@ -111,8 +100,8 @@ def _yarn_scale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def frequencies(rope: Rope, head_size: int) -> tuple[NDArray[np.float32], float]:
-    """Radians per position of each half-head dimension, and the factor on cosine and sine."""
+def rope_frequencies(rope: Rope, head_size: int) -> tuple[NDArray[np.float32], float]:
+    """Return the radians per position of each half-head dimension, and the factor on cosine and sine."""
     exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
     periods = np.power(np.float32(rope.theta), exponents)
     plain = np.float32(1) / periods
@@ -126,7 +115,7 @@ def frequencies(rope: Rope, head_size: int) -> tuple[NDArray[np.float32], float]
 
 
 def _llama3(rope: Rope, plain: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Short waves stay, long ones are stretched, those between are blended."""
+    """Keep short waves, stretch long ones, blend the waves between."""
     low, high = np.float32(rope.low_frequency_factor), np.float32(rope.high_frequency_factor)
     original, factor = np.float32(rope.original_context_tokens), np.float32(rope.factor)
     waves = np.float32(2 * math.pi) / plain
@@ -141,8 +130,12 @@ def _llama3(rope: Rope, plain: NDArray[np.float32]) -> NDArray[np.float32]:
 def _yarn(
     rope: Rope, head_size: int, plain: NDArray[np.float32], stretched: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Dimensions that turn often keep their frequency, those that turn rarely are stretched, a ramp between."""
-    low, high = (_yarn_dimension(rope, head_size, turns) for turns in (rope.beta_fast, rope.beta_slow))
+    """Keep dimensions that turn often, stretch dimensions that turn rarely, with a ramp between."""
+    # The dimensions that make beta_fast and beta_slow turns over the original context.
+    low, high = (
+        head_size * math.log(rope.original_context_tokens / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)
@@ -151,8 +144,3 @@ def _yarn(
     ramp = np.clip((dimensions - np.float32(low)) / np.float32(high - low), 0, 1).astype(np.float32)
     keep = np.float32(1) - ramp
     return stretched * (np.float32(1) - keep) + plain * keep
-
-
-def _yarn_dimension(rope: Rope, head_size: int, turns: float) -> float:
-    """Which dimension makes this many turns over the original context."""
-    return head_size * math.log(rope.original_context_tokens / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,7 +1,7 @@
 """Text to tokens and back, for one model folder.
 
-The work is done by the `tokenizers` package on tokenizer.json. Around it: the checks that make a folder safe
-to serve, text that streams (`stream.py`) and chat templates (`chat.py`).
+The `tokenizers` package does the work. This module adds the checks that make a folder safe to serve, streamed text
+(`stream.py`) and chat templates (`chat_template.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 
 from rose.errors import ModelError, RequestRefused
-from rose.models.chat import ChatTemplate, read_chat_template
+from rose.models.chat_template import ChatTemplate, read_chat_template
 from rose.models.files import Keys, read_object, read_text
 from rose.models.stream import ByteStream, TextStream, WindowStream, token_bytes
 
@@ -24,7 +24,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token"
 
 
 class Tokenizer:
-    """One per process and model; encoding and decoding may be called from any thread."""
+    """A model's tokenizer, one per process; any thread may encode and decode."""
 
     def __init__(
         self, file: str, inner: tokenizers.Tokenizer, special_tokens: Mapping[str, str], chat: ChatTemplate | None
@@ -43,7 +43,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
-        """From a folder's tokenizer.json, with tokenizer_config.json and chat_template.jinja if they are there."""
+        """Read a folder's tokenizer.json, with tokenizer_config.json and chat_template.jinja if they exist."""
         folder = Path(folder)
         path = folder / TOKENIZER_FILE
         if not path.exists():
@@ -52,19 +52,24 @@ class Tokenizer:
         text = read_text(path)
         try:
             inner = tokenizers.Tokenizer.from_str(text)
-        # The package raises bare Exception for everything a tokenizer.json can have wrong.
-        except Exception as error:
+        except Exception as error:  # the package raises it for everything a tokenizer.json can have wrong
             raise ModelError(f"{path} is not a usable tokenizer: {error}") from error
         config_path = folder / CONFIG_FILE
         config = Keys(str(config_path), read_object(config_path) if config_path.exists() else {})
-        special_tokens = _read_special_tokens(config)
+        special_tokens = {}
+        for name in filter(config.__contains__, SPECIAL_NAMES):
+            value = config.values[name]
+            value = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(value, str):
+                raise config.complaint(name, "must be a string or an object with a content")
+            special_tokens[name] = value
         return cls(str(path), inner, special_tokens, read_chat_template(folder, config, special_tokens))
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """What tokenizer_config.json calls the end; a model's own config files may name more."""
-        found = self._inner.token_to_id(self.special_tokens.get("eos_token", ""))
-        return () if found is None else (found,)
+        """Return the end tokens of tokenizer_config.json; a model's own config files may name more."""
+        end_id = self._inner.token_to_id(self.special_tokens.get("eos_token", ""))
+        return () if end_id is None else (end_id,)
 
     def check_vocabulary(self, vocabulary: int, config_file: str) -> None:
         """Refuse a tokenizer that makes tokens the model has no embedding for; fewer is only padding."""
@@ -75,31 +80,31 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. A rendered chat has its special tokens already: give False for one."""
+        """Return the token ids of a text. A rendered chat has its special tokens already: pass False for it."""
         _check_text(text)
         return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several texts. Releases Python's lock, which `encode` holds: call it in a thread."""
+        """Return the token ids of several texts. Releases Python's lock, which `encode` holds: call it in a thread."""
         for text in texts:
             _check_text(text)
-        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in found]
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens; ids beyond the vocabulary (padding of the model) have none."""
+        """Return the text of tokens; ids beyond the vocabulary (padding of the model) have none."""
         return self._inner.decode(self._shown(token_ids, skip_special_tokens), skip_special_tokens=False)
 
     def decode_many(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Texts of several sequences, special tokens too. Releases Python's lock: call it in a thread."""
+        """Return the texts of several sequences, special tokens too. Releases Python's lock: call it in a thread."""
         return self._inner.decode_batch([self._shown(ids, False) for ids in sequences], skip_special_tokens=False)
 
     def token(self, token_id: int) -> str | None:
-        """A token as the vocabulary writes it."""
+        """Return a token as the vocabulary writes it."""
         return self._inner.id_to_token(token_id) if 0 <= token_id < self.size else None
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """A new stream of text, for tokens that come one by one."""
+        """Return a new stream of text, for tokens that come one by one."""
         hidden = self.special_ids if skip_special_tokens else frozenset()
         if self._is_byte_level:
             return ByteStream(lambda token_id: b"" if token_id in hidden else self.token_bytes(token_id))
@@ -109,11 +114,16 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for by itself; of a byte-level token they may be part of a character."""
-        found = self._bytes_of_token.get(token_id)
-        if found is None:
-            found = self._bytes_of_token[token_id] = self._compute_bytes(token_id)
-        return found
+        """Return the bytes of one token by itself; a byte-level token may be part of a character."""
+        known = self._bytes_of_token.get(token_id)
+        if known is None:
+            token = self.token(token_id)
+            if token is None:
+                known = b""
+            else:
+                known = token_bytes(token) if self._is_byte_level else self._inner.decode([token_id], False).encode()
+            self._bytes_of_token[token_id] = known
+        return known
 
     def render_chat(
         self,
@@ -122,7 +132,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation, by the model's template. Raises RequestRefused."""
+        """Return the prompt of a conversation, by the model's template. Raises RequestRefused."""
         if self.chat is None:
             hint = "send a plain prompt to /v1/completions, or add a chat_template.jinja to the model folder"
             raise RequestRefused("this model has no chat template", hint=hint)
@@ -132,28 +142,9 @@ class Tokenizer:
         hidden = self.special_ids if skip_special_tokens else frozenset()
         return [token_id for token_id in token_ids if token_id not in hidden and 0 <= token_id < self.size]
 
-    def _compute_bytes(self, token_id: int) -> bytes:
-        token = self.token(token_id)
-        if token is None:
-            return b""
-        return token_bytes(token) if self._is_byte_level else self._inner.decode([token_id], False).encode()
-
 
 def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestRefused(f"the text has half a surrogate pair at character {error.start}") from error
-
-
-def _read_special_tokens(config: Keys) -> dict[str, str]:
-    """bos_token, eos_token and so on, which config files give as a string or as an object with its content."""
-    found = {}
-    for name in SPECIAL_NAMES:
-        if name in config:
-            value = config.values[name]
-            value = value.get("content") if isinstance(value, dict) else value
-            if not isinstance(value, str):
-                raise config.complaint(name, "must be a string or an object with a content")
-            found[name] = value
-    return found

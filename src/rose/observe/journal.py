@@ -1,41 +1,116 @@
-"""The journal: every fact and the decisions it led to, as JSON lines, enough to replay the day.
+"""The journal: every fact and the decisions it led to, as JSON lines, enough to decide again.
 
     {"t": 12.5, "fact": {"kind": "StepFeatures", "new_tokens": 64, ...}, "decisions": [{"kind": "Grant", ...}]}
 
-One `append` is one write of one whole line, so a killed process loses nothing it appended. A line counts once its
-newline is written: what a power cut or a full disk left after the last newline is torn, told to the reader, and cut
-off by the next writer. A broken line anywhere else means the file was damaged, and that is JournalCorrupt, with the
-line's number.
+One `append` is one write of one whole line, so a killed process loses nothing it appended. What a power cut or a full
+disk left after the last newline is torn: the reader reports it, and the next writer cuts it off. A broken line anywhere
+else means that the file was damaged. A file that would pass `file_bytes_max` becomes `NAME.000001.jsonl`, and only the
+newest `files_max` of those are kept. One process writes a journal at a time, under a lock.
 
-Size is bounded: a file that would pass `file_bytes_max` becomes `NAME.000001.jsonl`, and only the newest
-`files_max` of those are kept. One process writes a journal at a time; a lock says so.
+A record carries the name of its class as `kind`: a renamed class can no longer be read from old journals. Infinities,
+which JSON cannot represent, travel as {"$float": "inf"}.
 """
 
 from __future__ import annotations
 
 import fcntl
 import glob
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rose.bounds import INT64_MAX
+from rose.core import accountant, facts, groups, memory, shard_balance
 from rose.errors import ConfigError, JournalCorrupt, Unavailable
-from rose.observe.records import UnknownRecord, Vocabulary, core_vocabulary
+
+KIND = "kind"
+_FLOAT = "$float"
+UINT64_MAX = 2 * INT64_MAX + 1  # the largest that msgspec encodes again
+
+
+class UnknownRecord(ValueError):
+    """A tree that is no record of the vocabulary: its kind, a field or a type is wrong."""
+
+
+class RecordTypes:
+    """The frozen dataclasses that a journal may hold, by name; fields are checked when records are read back."""
+
+    def __init__(self, types: Iterable[type]) -> None:
+        self._types: dict[str, type] = {}
+        for record in types:
+            assert is_dataclass(record), f"{record} is not a dataclass"
+            assert KIND not in record.__dataclass_fields__, f"{record} has a field `{KIND}`, which holds the name"
+            assert self._types.setdefault(record.__name__, record) is record, f"two records named {record.__name__}"
+
+    def to_tree(self, record: Any) -> dict[str, Any]:
+        """Return a record as plain values that JSON can represent."""
+        kind = type(record).__name__
+        assert self._types.get(kind) is type(record), f"{kind} is not in this vocabulary"
+        return {KIND: kind, **_with_named_floats(msgspec.to_builtins(record))}
+
+    def from_tree(self, tree: Any) -> Any:
+        """Return the record in a tree of plain values; raises UnknownRecord."""
+        if not isinstance(tree, dict) or not isinstance(tree.get(KIND), str):
+            raise UnknownRecord("a record without a kind")
+        kind = tree[KIND]
+        if kind not in self._types:
+            raise UnknownRecord(f"no record is called {kind}")
+        values = _with_real_floats({name: value for name, value in tree.items() if name != KIND})
+        try:
+            record: Any = msgspec.convert(values, self._types[kind])
+        except msgspec.ValidationError as error:
+            raise UnknownRecord(f"{kind}: {error}") from error
+        if unknown := values.keys() - self._types[kind].__dataclass_fields__.keys():  # type: ignore[attr-defined]
+            raise UnknownRecord(f"{kind} has no field {min(unknown)}")
+        return record
+
+
+def core_vocabulary() -> RecordTypes:
+    """Return the vocabulary of all facts and decisions of the core: the public dataclasses of these modules."""
+    return RecordTypes(
+        value
+        for module in (facts, accountant, groups, memory, shard_balance)
+        for value in vars(module).values()
+        if is_dataclass(value) and isinstance(value, type)
+        and value.__module__ == module.__name__ and not value.__name__.startswith("_")
+    )  # fmt: skip
+
+
+def _with_named_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_named_floats(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_named_floats(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: str(value)}
+    return value
+
+
+def _with_real_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_FLOAT} and value[_FLOAT] in ("inf", "-inf", "nan"):
+            return float(value[_FLOAT])
+        return {name: _with_real_floats(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_real_floats(inner) for inner in value]
+    if isinstance(value, int) and not -INT64_MAX - 1 <= value <= UINT64_MAX:
+        raise UnknownRecord("an integer has more than 64 bits")
+    return value
+
 
 FILE_BYTES_MAX = 64 << 20  # a file that an editor still opens
 LINE_BYTES_MAX = FILE_BYTES_MAX  # a longer line was not written by a journal
 FILES_MAX = 16  # with the size above, a journal never takes more than about 1 GiB
 
-Decide = Callable[[Any, float], Sequence[Any]]
-
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One line: at `t_s` this happened, and this was decided."""
+class JournalEntry:
+    """One line: a fact at `t_s`, and the decisions it led to."""
 
     path: Path
     line: int
@@ -46,26 +121,12 @@ class Entry:
 
 @dataclass(slots=True)
 class Notes:
-    """What a reader has to say beside the entries."""
+    """Facts about a journal beside its entries."""
 
     entries: int = 0
     files: int = 0
     torn_bytes: int = 0  # after the last newline of the newest file
     is_whole: bool = True  # False if the oldest files were already dropped
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first entry at which another decision was taken than the recorded one."""
-
-    entry: Entry
-    decided: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    notes: Notes
-    difference: Difference | None = None
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,12 +139,12 @@ _LINE = msgspec.json.Decoder(_Line)
 
 
 class Journal:
-    """The writer. Not thread-safe: one loop owns it. Use as a context manager, or `close` it."""
+    """The writer of a journal. Not thread-safe: one loop owns it. Use as a context manager, or `close` it."""
 
     def __init__(
         self,
         path: str | Path,
-        vocabulary: Vocabulary | None = None,
+        vocabulary: RecordTypes | None = None,
         *,
         file_bytes_max: int = FILE_BYTES_MAX,
         files_max: int = FILES_MAX,
@@ -101,7 +162,7 @@ class Journal:
         self.append_line(line_of(self._vocabulary, now_s, fact, decisions))
 
     def append_line(self, line: bytes) -> None:
-        """The same for a line that another process has made by `line_of`."""
+        """Write a line that another process has made by `line_of`."""
         try:
             if self._bytes and self._bytes + len(line) > self._file_bytes_max:
                 self._rotate()
@@ -114,7 +175,7 @@ class Journal:
         self._bytes += written
 
     def close(self) -> None:
-        """Everything to the disk, and the lock given back. A second call does nothing."""
+        """Flush everything to the disk and release the lock. A second call does nothing."""
         if self._file >= 0:
             os.fsync(self._file)
             os.close(self._file)
@@ -127,22 +188,22 @@ class Journal:
         self.close()
 
     def _rotate(self) -> None:
-        rotated = _rotated(self.path)
+        rotated = _rotated_files(self.path)
         number = _number_of(rotated[-1]) + 1 if rotated else 1
         self.path.rename(self.path.with_name(f"{self.path.stem}.{number:06d}{self.path.suffix}"))
         self.close()
         self._file, self._bytes = _open_locked(self.path), 0
-        for old in _rotated(self.path)[: -self._files_max]:
+        for old in _rotated_files(self.path)[: -self._files_max]:
             old.unlink()
 
     def _refused(self, reason: str | None) -> Unavailable:
         return Unavailable(f"journal {self.path} cannot be written: {reason}", hint="make room on its disk")
 
 
-def read(path: str | Path, vocabulary: Vocabulary | None = None, notes: Notes | None = None) -> Iterator[Entry]:
-    """Every entry, oldest first, rotated files included. `notes` is filled as reading goes on."""
+def read(path: str | Path, vocabulary: RecordTypes | None = None, notes: Notes | None = None) -> Iterator[JournalEntry]:
+    """Yield every entry, oldest first, rotated files included. `notes` is filled meanwhile."""
     path, vocabulary, notes = Path(path), vocabulary or core_vocabulary(), notes or Notes()
-    rotated = _rotated(path)
+    rotated = _rotated_files(path)
     notes.is_whole = not rotated or _number_of(rotated[0]) == 1
     files = [*rotated, path] if path.exists() else rotated
     if not files:
@@ -152,25 +213,13 @@ def read(path: str | Path, vocabulary: Vocabulary | None = None, notes: Notes | 
         yield from _read_file(file, vocabulary, notes, may_be_torn=file == files[-1])
 
 
-def replay(path: str | Path, decide: Decide, vocabulary: Vocabulary | None = None) -> Replay:
-    """Feed the recorded facts, in order, to `decide(fact, now_s)`; stops at the first decision that differs."""
-    notes, vocabulary = Notes(), vocabulary or core_vocabulary()
-    for entry in read(path, vocabulary, notes):
-        decided = tuple(decide(entry.fact, entry.t_s))
-        # As text: what was recorded has been through it, and NaN is not equal to itself.
-        if line_of(vocabulary, 0.0, entry.fact, decided) != line_of(vocabulary, 0.0, entry.fact, entry.decisions):
-            return Replay(notes, Difference(entry, decided))
-    return Replay(notes)
+def line_of(vocabulary: RecordTypes, now_s: float, fact: Any, decisions: Sequence[Any]) -> bytes:
+    """Return one line of a journal."""
+    trees = [vocabulary.to_tree(decision) for decision in decisions]
+    return msgspec.json.encode({"t": now_s, "fact": vocabulary.to_tree(fact), "decisions": trees}) + b"\n"
 
 
-def line_of(vocabulary: Vocabulary, now_s: float, fact: Any, decisions: Sequence[Any]) -> bytes:
-    """One line of a journal."""
-    made = [vocabulary.to_tree(decision) for decision in decisions]
-    tree = {"t": now_s, "fact": vocabulary.to_tree(fact), "decisions": made}
-    return msgspec.json.encode(tree) + b"\n"
-
-
-def _read_file(file: Path, vocabulary: Vocabulary, notes: Notes, may_be_torn: bool) -> Iterator[Entry]:
+def _read_file(file: Path, vocabulary: RecordTypes, notes: Notes, may_be_torn: bool) -> Iterator[JournalEntry]:
     try:
         stream = file.open("rb")
     except OSError as error:
@@ -186,11 +235,11 @@ def _read_file(file: Path, vocabulary: Vocabulary, notes: Notes, may_be_torn: bo
             notes.entries += 1
 
 
-def _entry_of(file: Path, number: int, line: bytes, vocabulary: Vocabulary) -> Entry:
+def _entry_of(file: Path, number: int, line: bytes, vocabulary: RecordTypes) -> JournalEntry:
     try:
-        found = _LINE.decode(line)
-        decisions = tuple(vocabulary.from_tree(decision) for decision in found.decisions)
-        return Entry(file, number, found.t, vocabulary.from_tree(found.fact), decisions)
+        entry = _LINE.decode(line)
+        decisions = tuple(vocabulary.from_tree(decision) for decision in entry.decisions)
+        return JournalEntry(file, number, entry.t, vocabulary.from_tree(entry.fact), decisions)
     except (msgspec.MsgspecError, UnknownRecord, UnicodeError, RecursionError) as error:
         raise _corrupt(file, number, str(error)) from error
 
@@ -203,7 +252,7 @@ def _corrupt(file: Path, number: int, why: str) -> JournalCorrupt:
 
 
 def _open_locked(path: Path) -> int:
-    """For appending, with what is torn cut off. The lock goes when the file is closed or its process dies."""
+    """Open a file for appending, and cut off a torn end. Closing the file releases the lock."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,7 +264,7 @@ def _open_locked(path: Path) -> int:
 
 
 def end_of_last_line(file: int, block_bytes: int = 1 << 16) -> int:
-    """The offset behind the last newline: everything after it is torn."""
+    """Return the offset after the last newline: everything behind it is torn."""
     end = os.fstat(file).st_size
     while end > 0:
         start = max(0, end - block_bytes)
@@ -226,7 +275,7 @@ def end_of_last_line(file: int, block_bytes: int = 1 << 16) -> int:
     return 0
 
 
-def _rotated(path: Path) -> list[Path]:
+def _rotated_files(path: Path) -> list[Path]:
     digits = "[0-9]" * 6
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}.{digits}{glob.escape(path.suffix)}"))
 

@@ -1,7 +1,7 @@
 """Prometheus metrics of one process: a registry of its own, buckets that fit latencies, and the text that is scraped.
 
 Every process makes one `Metrics` and hands it down; nothing registers itself globally, so tests and two devices in one
-process do not meet. What the engine already counts is not counted again: `mirror` reads it when somebody looks.
+process do not meet. What the engine already counts is not counted again: `mirror` reads it at every scrape.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0)
 TOKEN_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0)
-STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024)
 TOKEN_COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 MirrorKind = Literal["counter", "gauge"]
@@ -28,7 +27,7 @@ Read = Callable[[], float | None]
 
 
 class Metrics:
-    """One per process."""
+    """The metrics of one process."""
 
     def __init__(self, *, process_facts: bool = True) -> None:
         self.registry = CollectorRegistry()
@@ -56,11 +55,15 @@ class Metrics:
         self.registry.register(_Mirror(kind, name, what, [(labels or {}, read)]))
 
     def mirror_by(self, kind: MirrorKind, name: str, what: str, label: str, reads: dict[str, Read]) -> None:
-        """The same for a number per value of a label."""
+        """Show one number per value of a label, each kept elsewhere."""
         self.registry.register(_Mirror(kind, name, what, [({label: value}, read) for value, read in reads.items()]))
 
+    def info(self, name: str, what: str, read: Callable[[], dict[str, str]]) -> None:
+        """Show labels that are read at every scrape, with the value 1."""
+        self.registry.register(_Info(name, what, read))
+
     def exposition(self) -> bytes:
-        """The text that Prometheus scrapes, to be sent as CONTENT_TYPE."""
+        """Return the text that Prometheus scrapes, to be sent as CONTENT_TYPE."""
         return generate_latest(self.registry)
 
 
@@ -83,3 +86,17 @@ class _Mirror(Collector):
     def _family(self) -> CounterMetricFamily | GaugeMetricFamily:
         family = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
         return family(self.name, self.what, labels=list(self.reads[0][0]))
+
+
+class _Info(Collector):
+    def __init__(self, name: str, what: str, read: Callable[[], dict[str, str]]) -> None:
+        self.name, self.what, self.read = name, what, read
+
+    def describe(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(self.name, self.what)
+
+    def collect(self) -> Iterator[Metric]:
+        labels = self.read()
+        family = GaugeMetricFamily(self.name, self.what, labels=list(labels))
+        family.add_metric(list(labels.values()), 1)
+        yield family

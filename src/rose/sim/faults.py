@@ -1,40 +1,110 @@
-"""What goes wrong in a simulated world, and when: drawn from the seed, and healed after a while.
+"""Fault injection: what goes wrong in a simulated world and when, drawn from the seed, and healed after a while.
 
-Every fault is one that a real world has. Nothing here is malice, except for a worker that runs other weights than it
-says; and it tells the hash of what it runs.
+Every fault is one that a real cluster has. None is malicious, except for a worker that runs other weights than it
+reports; and it reports the hash of what it runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-from rose.sim.dedicated import DedicatedDevice
-from rose.sim.gateway import SimulatedGateway
-from rose.sim.lent import LentDevice
-from rose.sim.machine import Machine
+from rose.sim.borrowed_device import LentDevice
+from rose.sim.invariant_checker import EventLog
+from rose.sim.network import NetworkFaults, NetworkGate
 from rose.sim.scenario import Scenario
-from rose.sim.shelf import Shelf
-from rose.sim.story import Story
-from rose.sim.wire import Weather
+from rose.sim.simulated_agent import SimulatedAgent
+from rose.sim.simulated_gateway import SimulatedGateway
+from rose.sim.simulated_handle import DedicatedDevice, SimulatedHandle
+from rose.sim.weight_store import WeightStore
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+
+
+class Machine:
+    """The processes of a device. The engine dies with the agent on a dedicated device, not on a borrowed one."""
+
+    def __init__(
+        self,
+        name: str,
+        handle: SimulatedHandle,
+        agent: SimulatedAgent,
+        spawn: Spawn,
+        log: EventLog,
+        *,
+        is_borrowed: bool,
+    ) -> None:
+        self.name, self.handle, self.agent, self._is_borrowed = name, handle, agent, is_borrowed
+        self._spawn, self._log = spawn, log
+        self._agent_task: asyncio.Task[None] | None = None
+        self._engine_task: asyncio.Task[None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._agent_task is not None and self._engine_task is not None
+
+    @property
+    def was_dismissed(self) -> bool:
+        """Return whether its agent has left for good."""
+        return self._agent_task is not None and self._agent_task.done()
+
+    def start(self) -> None:
+        """Start the processes that do not run."""
+        if self._engine_task is None:
+            self.handle.restart()
+            self._engine_task = self._spawn(self.handle.run(), f"engine of {self.name}")
+        if self._agent_task is None or self._agent_task.done():
+            self.agent.has_no_power = False
+            self._agent_task = self._spawn(self.agent.run(), f"agent of {self.name}")
+        self._log.record(self.name, "runs")
+
+    def kill_agent(self) -> None:
+        self._log.record(self.name, "agent is killed")
+        self._end_agent()
+        if not self._is_borrowed:
+            self._end_engine("its front was killed")
+
+    def kill_engine(self) -> None:
+        self._log.record(self.name, "engine is killed")
+        self._end_engine("the engine process was killed")
+
+    def lose_power(self) -> None:
+        """End both processes without closing connections."""
+        self._log.record(self.name, "loses its power")
+        self.agent.has_no_power = True
+        self._end_agent()
+        self._end_engine("there is no power")
+
+    def _end_agent(self) -> None:
+        if self._agent_task is not None:
+            self.agent.gate.clear()
+            self._agent_task.cancel()
+            self._agent_task = None
+
+    def _end_engine(self, why: str) -> None:
+        if self._engine_task is not None:
+            self._engine_task.cancel()
+            self._engine_task = None
+            self.handle.die(why)
+
 
 START_TRIES = 20
 
 
 @dataclass(slots=True)
-class Trouble:
-    """`run` makes trouble for as long as it is let; `end` heals everything at once."""
+class FaultInjector:
+    """The faults of a world: `run` injects them until it is cancelled, `end` heals all at once."""
 
     machines: Sequence[Machine]
     gateway: SimulatedGateway
-    weather: Weather
-    shelf: Shelf
+    network_faults: NetworkFaults
+    store: WeightStore
     chance: random.Random
-    story: Story
+    log: EventLog
     scenario: Scenario
     _open: dict[int, Callable[[], None]] = field(default_factory=dict)
     _count: int = 0
@@ -47,7 +117,7 @@ class Trouble:
             kind(self)
 
     def end(self) -> None:
-        self.story.tell("the world", "is calm from now on")
+        self.log.record("world", "has no more faults")
         for number in list(self._open):
             self._heal(number)
 
@@ -64,31 +134,31 @@ class Trouble:
     # Devices
 
     def kill_agent(self) -> None:
-        machine = self._machine()
-        machine.kill_agent()
-        self.for_a_while(self.chance.uniform(0.2, 4.0), machine.start)
+        self._crash(Machine.kill_agent, 0.2, 4.0)
 
     def kill_engine(self) -> None:
-        machine = self._machine()
-        machine.kill_engine()
-        self.for_a_while(self.chance.uniform(0.2, 4.0), machine.start)
+        self._crash(Machine.kill_engine, 0.2, 4.0)
 
     def lose_power(self) -> None:
+        self._crash(Machine.lose_power, 0.5, 8.0)
+
+    def _crash(self, crash: Callable[[Machine], None], shortest_s: float, longest_s: float) -> None:
         machine = self._machine()
-        machine.lose_power()
-        self.for_a_while(self.chance.uniform(0.5, 8.0), machine.start)
+        crash(machine)
+        self.for_a_while(self.chance.uniform(shortest_s, longest_s), machine.start)
 
     def stop_agent(self) -> None:
-        machine, seconds = self._machine(), self.chance.uniform(0.3, 8.0)
-        self.story.tell(machine.name, f"agent is stopped for {seconds:.2f} s")
-        machine.agent.gate.stop()
-        self.for_a_while(seconds, machine.agent.gate.go_on)
+        machine = self._machine()
+        self._stop(f"{machine.name} agent", machine.agent.gate, self.chance.uniform(0.3, 8.0))
 
     def stop_engine(self) -> None:
-        machine, seconds = self._machine(), self.chance.uniform(0.3, 8.0)
-        self.story.tell(machine.name, f"engine is stopped for {seconds:.2f} s")
-        machine.handle.gate.stop()
-        self.for_a_while(seconds, machine.handle.gate.go_on)
+        machine = self._machine()
+        self._stop(f"{machine.name} engine", machine.handle.gate, self.chance.uniform(0.3, 8.0))
+
+    def _stop(self, name: str, gate: NetworkGate, seconds: float) -> None:
+        self.log.record(name, f"is stopped for {seconds:.2f} s")
+        gate.stop()
+        self.for_a_while(seconds, gate.go_on)
 
     def slow_down(self) -> None:
         handle = self._machine().handle
@@ -98,44 +168,43 @@ class Trouble:
 
     def cut_off(self) -> None:
         machine, seconds = self._machine(), self.chance.choice([0.5, 2.0, 6.0, 16.0]) * self.chance.uniform(0.7, 1.3)
-        self.story.tell(machine.name, f"network is cut for {seconds:.2f} s")
+        self.log.record(machine.name, f"network is cut for {seconds:.2f} s")
         machine.agent.place.cut_off()
         self.for_a_while(seconds, machine.agent.place.heal)
 
     def jump_clock(self) -> None:
         machine = self._machine()
         machine.agent.clock_off_s += self.chance.choice([-3600.0, -0.4, 0.4, 3600.0])
-        self.story.tell(machine.name, "clock jumps")
+        self.log.record(machine.name, "clock jumps")
 
-    # Owners
+    # Owners and operators
 
     def reclaim_storm(self) -> None:
-        """All borrowed devices at once: users come, or the owners want them back."""
-        lent = [machine for machine in self.machines if isinstance(machine.handle, LentDevice)]
+        """Reclaim all borrowed devices at once, by serving load or by their owners."""
         is_order, seconds = self.chance.random() < 0.5, self.chance.uniform(0.5, 6.0)
         action: Literal["pause", "drain"] = "pause" if self.chance.random() < 0.3 else "drain"
-        for machine in lent:
-            assert isinstance(machine.handle, LentDevice)
-            if not machine.is_whole:
+        for machine in self.machines:
+            device = machine.handle
+            if not isinstance(device, LentDevice) or not machine.is_running:
                 continue
             if is_order:
-                self.story.tell(machine.name, f"owner says {action}, for {seconds:.2f} s")
-                machine.handle.control(action)
-                self.for_a_while(seconds, partial(machine.handle.control, "resume"))
+                self.log.record(machine.name, f"owner: {action}, for {seconds:.2f} s")
+                device.control(action)
+                self.for_a_while(seconds, partial(device.control, "resume"))
             else:
                 requests = self.chance.randint(4, 16)
-                self.story.tell(machine.name, f"gets {requests} users at once")
-                machine.handle.spike(requests, asyncio.get_running_loop().time())
+                self.log.record(machine.name, f"gets {requests} serving requests at once")
+                device.spike(requests, asyncio.get_running_loop().time())
 
     def drain(self) -> None:
-        """The operator sends a worker away, and later somebody starts it again."""
+        """Drain a worker, and start it again later."""
         machine = self._machine()
         self.gateway.drain(machine.name)
         self.for_a_while(self.chance.uniform(1.0, 6.0), lambda: self._start_again(machine))
 
     def _start_again(self, machine: Machine, tries: int = START_TRIES) -> None:
-        """It may not have heard yet that it is to leave, or never hear it."""
-        if machine.was_sent_away:
+        """Start a drained worker; its drain may arrive late or never."""
+        if machine.was_dismissed:
             machine.start()
         elif tries:
             self.for_a_while(1.0, lambda: self._start_again(machine, tries - 1))
@@ -143,74 +212,73 @@ class Trouble:
     # Weights
 
     def lag(self) -> None:
-        """A worker that takes very long over new weights."""
+        """Make a worker slow to load new weights."""
         machine, before = self._machine(), (0.05, 0.4)
         machine.agent.loading_s = (3.0, 12.0)
-        self.story.tell(machine.name, "takes long over new weights")
+        self.log.record(machine.name, "loads new weights slowly")
         self.for_a_while(self.chance.uniform(2.0, 15.0), lambda: setattr(machine.agent, "loading_s", before))
 
     def lie(self) -> None:
-        """A worker that takes a new version's name, and not its weights; and it takes its time to tell their hash."""
+        """Make a worker report a new version without loading it, with a delayed hash."""
         machine = self._machine()
         name, handle = machine.name, machine.handle
-        self.shelf.liars.add(name)
+        self.store.liars.add(name)
         handle.reply_s = self.chance.choice([0.0, 0.3, 1.0])
-        self.story.tell(name, "lies about its weights")
-        self.for_a_while(self.chance.uniform(2.0, 15.0), lambda: self.shelf.liars.discard(name))
+        self.log.record(name, "reports weights that it does not run")
+        self.for_a_while(self.chance.uniform(2.0, 15.0), lambda: self.store.liars.discard(name))
         self.for_a_while(self.chance.uniform(2.0, 15.0), lambda: setattr(handle, "reply_s", 0.0))
 
     def close_relay(self) -> None:
-        self.shelf.relay.is_closed = True
-        self.story.tell("the relay", "is out of reach")
-        self.for_a_while(self.chance.uniform(0.5, 6.0), lambda: setattr(self.shelf.relay, "is_closed", False))
+        self.store.relay.is_closed = True
+        self.log.record("relay", "is unreachable")
+        self.for_a_while(self.chance.uniform(0.5, 6.0), lambda: setattr(self.store.relay, "is_closed", False))
 
-    # The gateway and the way to it
+    # The gateway and the network
 
     def kill_gateway(self) -> None:
-        self.gateway.kill()
-        self.for_a_while(self.chance.uniform(0.05, 3.0), self.gateway.start)
+        gateway = self.gateway.pick()
+        gateway.kill()
+        self.for_a_while(self.chance.uniform(0.05, 3.0), gateway.start)
 
     def stop_gateway(self) -> None:
-        seconds = self.chance.uniform(0.2, 6.0)
-        self.story.tell("gateway", f"is stopped for {seconds:.2f} s")
-        self.gateway.gate.stop()
-        self.for_a_while(seconds, self.gateway.gate.go_on)
+        self._stop("gateway", self.gateway.pick().gate, self.chance.uniform(0.2, 6.0))
 
     def fill_disk(self) -> None:
-        """The gateway cannot write its ledger."""
-        self.story.tell("gateway", "cannot write to its disk")
-        self.gateway.write_to_disk(can=False)
-        self.for_a_while(self.chance.uniform(0.2, 3.0), lambda: self.gateway.write_to_disk(can=True))
+        """Make the gateway's ledger read-only."""
+        self.log.record("gateway", "cannot write to its disk")
+        gateway = self.gateway.pick()
+        gateway.write_to_disk(can=False)
+        self.for_a_while(self.chance.uniform(0.2, 3.0), lambda: gateway.write_to_disk(can=True))
 
     def storm(self) -> None:
-        """Requests and replies get lost, or come twice."""
-        weather = self.weather
-        weather.lost_requests, weather.lost_replies, weather.doubled = (
+        """Lose and duplicate requests and replies."""
+        faults = self.network_faults
+        faults.lost_requests, faults.lost_replies, faults.doubled = (
             self.chance.choice([0.0, 0.1, 0.5]) for _ in range(3)
         )
-        self.story.tell("the network", f"loses {weather.lost_requests:.0%} / {weather.lost_replies:.0%} of requests")
-        self.for_a_while(self.chance.uniform(1.0, 8.0), weather.clear)
+        self.log.record("network", f"loses {faults.lost_requests:.0%} / {faults.lost_replies:.0%} of requests")
+        self.for_a_while(self.chance.uniform(1.0, 8.0), faults.clear)
 
     def _machine(self) -> Machine:
         return self.chance.choice(list(self.machines))
 
 
-KINDS: dict[Callable[[Trouble], None], int] = {
-    Trouble.kill_agent: 3,
-    Trouble.kill_engine: 3,
-    Trouble.lose_power: 2,
-    Trouble.stop_agent: 3,
-    Trouble.stop_engine: 3,
-    Trouble.slow_down: 1,
-    Trouble.cut_off: 4,
-    Trouble.jump_clock: 1,
-    Trouble.reclaim_storm: 6,
-    Trouble.drain: 2,
-    Trouble.lag: 2,
-    Trouble.lie: 3,
-    Trouble.close_relay: 1,
-    Trouble.kill_gateway: 5,
-    Trouble.stop_gateway: 2,
-    Trouble.fill_disk: 1,
-    Trouble.storm: 3,
+KINDS: dict[Callable[[FaultInjector], None], int] = {
+    FaultInjector.kill_agent: 3,
+    FaultInjector.kill_engine: 3,
+    FaultInjector.lose_power: 2,
+    FaultInjector.stop_agent: 3,
+    FaultInjector.stop_engine: 3,
+    FaultInjector.slow_down: 1,
+    FaultInjector.cut_off: 4,
+    FaultInjector.jump_clock: 1,
+    FaultInjector.reclaim_storm: 6,
+    FaultInjector.drain: 2,
+    FaultInjector.lag: 2,
+    FaultInjector.lie: 3,
+    FaultInjector.close_relay: 1,
+    FaultInjector.kill_gateway: 5,
+    FaultInjector.stop_gateway: 2,
+    FaultInjector.fill_disk: 1,
+    FaultInjector.storm: 3,
 }

@@ -1,8 +1,7 @@
-"""Who uses the gateway in a simulated world: environments that play episodes, and a trainer that learns from them.
+"""The clients of a simulated gateway: players that run episodes, and a trainer that learns from them.
 
-A player is a scripted agent: what it asks next is a function of its number and of what it was answered, so an episode
-is the same whatever happened on the way. It asks again, with the same words, for as long as it gets no answer. The
-trainer begins groups, takes batches and publishes versions, each until it is heard; both tell the judge what they got.
+A client repeats a request unchanged until it is answered. The trainer begins groups, takes batches and publishes
+versions. Both report what they receive to the invariant checker.
 """
 
 from __future__ import annotations
@@ -10,108 +9,100 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from rose.engines.base import Sampling
 from rose.errors import QueueFull, RequestRefused, Unavailable
-from rose.rollout.sessions import Finish
-from rose.rollout.trajectories import Batch
-from rose.sim.episodes import Answered, Episode
-from rose.sim.judge import Judge
-from rose.sim.scenario import Scenario
-from rose.sim.story import Story
-from rose.sim.wire import Line
+from rose.sim.invariant_checker import EventLog, InvariantChecker
+from rose.sim.network import ClientLine
+from rose.sim.scenario import Scenario, SimulatedEpisode
+from rose.sim.simulated_gateway import SimulatedGateway
 
 Answer = TypeVar("Answer")
 
-TURN_TIMEOUT_S, WORD_TIMEOUT_S = 12.0, 4.0
+TURN_TIMEOUT_S, REQUEST_TIMEOUT_S = 12.0, 4.0
 PAUSE_S = 0.5
 
 
 class Client:
-    """Asks until it is answered."""
+    """A client that repeats a request until it is answered."""
 
-    def __init__(self, name: str, line: Line, chance: random.Random, story: Story) -> None:
-        self.name, self._line, self._chance, self._story = name, line, chance, story
+    def __init__(self, name: str, line: ClientLine, chance: random.Random, log: EventLog) -> None:
+        self.name, self._line, self._chance, self._log = name, line, chance, log
 
     async def insist(self, do: Callable[[], Awaitable[Answer]], timeout_s: float) -> Answer:
-        """Raises RequestRefused if that is the answer."""
+        """Send a request until it is answered. Raises RequestRefused if it is refused."""
         while True:
             try:
                 return await self._line.ask(do, timeout_s)
             except (QueueFull, Unavailable) as error:
                 pause_s = error.retry_after_s
-                self._story.tell(self.name, f"must wait: {error.what}")
+                self._log.record(self.name, f"must wait: {error.what}")
             except (OSError, TimeoutError) as error:
                 pause_s = PAUSE_S
-                self._story.tell(self.name, f"hears nothing ({type(error).__name__})")
+                self._log.record(self.name, f"gets no answer ({type(error).__name__})")
             await asyncio.sleep(pause_s * self._chance.uniform(0.5, 1.5))
 
 
-class Desk(Protocol):
-    """What clients may ask of a gateway."""
-
-    async def begin(self, episode: Episode, group: str, group_size: int) -> None: ...
-
-    async def turn(
-        self, trajectory_id: str, prompt_ids: tuple[int, ...], sampling: Sampling, *, whole: bool
-    ) -> Answered: ...
-
-    async def finish(self, trajectory_id: str, finish: Finish) -> None: ...
-
-    async def batch(self, groups: int, after: int, wait_s: float) -> Batch | None: ...
-
-    async def publish(self, version: str) -> None: ...
-
-
 class Player(Client):
-    """Plays one episode."""
+    """The player of one episode."""
 
-    def __init__(self, episode: Episode, desk: Desk, judge: Judge, scenario: Scenario, *client: Any) -> None:
+    def __init__(
+        self,
+        episode: SimulatedEpisode,
+        gateway: SimulatedGateway,
+        checker: InvariantChecker,
+        scenario: Scenario,
+        *client: Any,
+    ) -> None:
         super().__init__(*client)
-        self._episode, self._desk, self._judge, self._scenario = episode, desk, judge, scenario
+        self._episode, self._gateway, self._checker, self._scenario = episode, gateway, checker, scenario
 
     async def play(self) -> None:
         try:
             for _ in range(self._episode.turns):
                 await self._take_turn()
                 if self._episode.is_vanishing:
-                    self._story.tell(self.name, "vanishes")
+                    self._log.record(self.name, "vanishes")
                     return
-            await self.insist(self._finish, WORD_TIMEOUT_S)
+            name, finish = self._episode.trajectory_id, self._episode.finish
+            await self.insist(lambda: self._gateway.finish(name, finish), REQUEST_TIMEOUT_S)
             self._episode.is_over = True
-            self._judge.finished(self._episode)
+            self._checker.finished(self._episode)
         except RequestRefused as error:
-            self._judge.refused(self._episode, error)
+            self._checker.refused(self._episode, error)
 
     async def _take_turn(self) -> None:
         episode = self._episode
         prompt_ids = episode.prompt()
         answered = await self.insist(
-            lambda: self._desk.turn(
+            lambda: self._gateway.turn(
                 episode.trajectory_id, prompt_ids, episode.sampling, whole=not episode.is_streaming
             ),
             TURN_TIMEOUT_S,
         )
-        self._judge.answered(episode, prompt_ids, answered)
+        self._checker.answered(episode, prompt_ids, answered)
         episode.asked.append(prompt_ids)
         episode.answers.append(answered.token_ids)
         await asyncio.sleep(self._scenario.think_s * self._chance.expovariate(1.0))
 
-    async def _finish(self) -> None:
-        await self._desk.finish(self._episode.trajectory_id, self._episode.finish)
 
-
-class Trainer(Client):
-    """Begins groups, takes batches, publishes versions, until it is told to stop."""
+class SimulatedTrainer(Client):
+    """A trainer that begins groups, takes batches and publishes versions until it is stopped."""
 
     def __init__(
-        self, desk: Desk, judge: Judge, scenario: Scenario, play: Callable[[Episode], None], *client: Any
+        self,
+        gateway: SimulatedGateway,
+        checker: InvariantChecker,
+        scenario: Scenario,
+        play: Callable[[SimulatedEpisode], None],
+        *client: Any,
     ) -> None:
         super().__init__(*client)
         self.is_stopping = False
         self.version = self.batches = 0
-        self._desk, self._judge, self._scenario, self._play = desk, judge, scenario, play
+        self._gateway, self._checker, self._scenario, self._play = gateway, checker, scenario, play
         self._groups = self._numbers = 0
 
     async def train(self) -> None:
@@ -126,10 +117,10 @@ class Trainer(Client):
 
     async def _publish(self) -> None:
         self.version += 1
-        self._judge.publishing(str(self.version))
-        await self.insist(lambda: self._desk.publish(str(self.version)), WORD_TIMEOUT_S)
-        self._judge.published(str(self.version))
-        self._story.tell(self.name, f"published version {self.version}")
+        self._checker.publishing(str(self.version))
+        await self.insist(lambda: self._gateway.publish(str(self.version)), REQUEST_TIMEOUT_S)
+        self._checker.published(str(self.version))
+        self._log.record(self.name, f"published version {self.version}")
 
     async def _begin_step(self) -> None:
         for _ in range(self._scenario.groups):
@@ -137,27 +128,30 @@ class Trainer(Client):
             self._groups += 1
             for _ in range(self._scenario.group_size):
                 episode = self._episode(name)
-                await self.insist(lambda: self._desk.begin(episode, name, self._scenario.group_size), WORD_TIMEOUT_S)  # noqa: B023
-                self._judge.began(episode, name)
+                begin = partial(self._gateway.begin, episode, name, self._scenario.group_size)
+                await self.insist(begin, REQUEST_TIMEOUT_S)
+                self._checker.began(episode, name)
                 self._play(episode)
 
-    def _episode(self, group: str) -> Episode:
-        """By its number alone, whatever happened so far."""
+    def _episode(self, group: str) -> SimulatedEpisode:
+        """Return the next episode; it depends on its number alone."""
         number = self._numbers
         self._numbers += 1
         chance = random.Random(f"episode {self._scenario.seed} {number}")
         sampling = Sampling(max_tokens=chance.randint(2, self._scenario.tokens_max))
         turns = chance.randint(1, self._scenario.turns_max)
         is_vanishing = chance.random() < self._scenario.vanishing
-        return Episode(f"t{number}", number, turns, chance.getrandbits(40), sampling, is_vanishing=is_vanishing)
+        return SimulatedEpisode(
+            f"t{number}", number, turns, chance.getrandbits(40), sampling, is_vanishing=is_vanishing
+        )
 
     async def _learn(self) -> None:
         batch = None
         while batch is None:
             batch = await self.insist(
-                lambda: self._desk.batch(self._scenario.groups, self.batches, 2.0), WORD_TIMEOUT_S
+                lambda: self._gateway.batch(self._scenario.groups, self.batches, 2.0), REQUEST_TIMEOUT_S
             )
         self.batches = batch.batch
-        self._judge.handed(batch)
-        self._story.tell(self.name, f"learnt from batch {batch.batch}")
+        self._checker.received(batch)
+        self._log.record(self.name, f"trained on batch {batch.batch}")
         await self._publish()

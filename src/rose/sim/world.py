@@ -1,8 +1,8 @@
-"""The whole control plane in virtual time: one seed, one story.
+"""The whole control plane in virtual time: one seed is one world.
 
-A world has a gateway with its real books and ledger, dedicated and borrowed devices with their real agents, lenders and
-batching, players and a trainer, and trouble of every kind. For some time trouble is let; then all is calm, the trainer
-ends its last step, and everything that was begun must come to its end. A judge looks at every word on the way.
+A world has a gateway with its real core and ledger, dedicated and borrowed devices with their real agents, step
+arbiters and batching, players, a trainer, and faults of every kind. Faults end after some time. Then the trainer ends
+its last step, and everything that was begun must end. An invariant checker sees every message.
 """
 
 from __future__ import annotations
@@ -10,43 +10,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from rose.api.worker_messages import Kind
 from rose.clock import VirtualClock, run_virtual
-from rose.rollout.agent import AgentSettings
-from rose.sim.agent import SimulatedAgent
-from rose.sim.dedicated import DedicatedDevice
-from rose.sim.episodes import Episode
-from rose.sim.faults import Trouble
-from rose.sim.gate import Gate
-from rose.sim.gateway import MODEL, SimulatedGateway
-from rose.sim.handle import SimulatedHandle
-from rose.sim.judge import Judge
-from rose.sim.lent import Lending, LentDevice
-from rose.sim.machine import Machine
-from rose.sim.players import Player, Trainer
-from rose.sim.scenario import Scenario
-from rose.sim.shelf import Shelf, ShelfArrivals
-from rose.sim.story import Story, Violation
-from rose.sim.wire import Line, Weather
+from rose.sim.borrowed_device import LentDevice, SimulatedLending
+from rose.sim.faults import FaultInjector, Machine
+from rose.sim.invariant_checker import EventLog, InvariantChecker, Violation
+from rose.sim.network import ClientLine, NetworkFaults, NetworkGate
+from rose.sim.players import Player, SimulatedTrainer
+from rose.sim.scenario import Scenario, SimulatedEpisode
+from rose.sim.simulated_agent import SimulatedAgent
+from rose.sim.simulated_gateway import MODEL, SimulatedGateway
+from rose.sim.simulated_handle import DedicatedDevice, SimulatedHandle
+from rose.sim.weight_store import StoreFetcher, WeightStore
+from rose.worker.agent import AgentSettings
 
-CALM_S = 400.0  # all that is under way when trouble ends has this long to come to its end
-SETTLE_S = 30.0  # and devices this long to notice
+CALM_S = 400.0  # in which everything must end after the last fault
+SETTLE_S = 30.0  # in which devices must notice that
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What came of a world. `violation` is empty if everything held."""
+class WorldReport:
+    """The result of a world. `violation` is empty if every invariant held."""
 
     scenario: Scenario
     violation: str
     last_lines: tuple[str, ...]
     story_digest: str
-    data_digest: str
-    data: dict[str, str]  # digests of what was handed out, by trajectory
+    data: dict[str, str]  # digests of the delivered trajectories
     counts: dict[str, int]
     virtual_s: float
 
@@ -55,8 +49,8 @@ class Report:
         return not self.violation
 
 
-class World:
-    """To be made and run inside a virtual loop."""
+class ClusterWorld:
+    """The parts of a world; created and run inside a virtual loop."""
 
     def __init__(self, scenario: Scenario, listen: Callable[[str], None] | None, host: type[SimulatedGateway]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -64,33 +58,33 @@ class World:
         self._scenario = scenario
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.story, self.judge = Story(self._loop.time, listen), Judge(scenario)
-        self._shelf, self._weather = Shelf(), Weather()
-        self.gateway = host(scenario, self._shelf, self.judge, self.story, self._chance("gateway"))
+        self.log, self.checker = EventLog(self._loop.time, listen), InvariantChecker(scenario)
+        self._store, self._network_faults = WeightStore(), NetworkFaults()
+        self.gateway = host(scenario, self._store, self.checker, self.log, self._chance("gateway"))
         self.machines = [self._machine(number) for number in range(scenario.dedicated + scenario.borrowed)]
-        self._trainer = Trainer(
-            self.gateway, self.judge, scenario, self._play, "trainer", self._line("trainer"), self._chance("trainer"),
-            self.story,
+        self._trainer = SimulatedTrainer(
+            self.gateway, self.checker, scenario, self._play, "trainer", self._line("trainer"), self._chance("trainer"),
+            self.log,
         )  # fmt: skip
         self._playing: set[asyncio.Task[None]] = set()
-        self._trouble = Trouble(
-            self.machines, self.gateway, self._weather, self._shelf, self._chance("trouble"), self.story,
+        self._faults = FaultInjector(
+            self.machines, self.gateway, self._network_faults, self._store, self._chance("trouble"), self.log,
             scenario,
         )  # fmt: skip
 
-    async def run(self) -> Report:
+    async def run(self) -> WorldReport:
         violation = ""
         try:
             await self._live()
         except AssertionError as error:
             violation = str(error) or f"an assertion in {_where(error)}"
-            self.story.tell("the judge", f"VIOLATION: {violation}")
+            self.log.record("checker", f"VIOLATION: {violation}")
         finally:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self.gateway.close()
-            self._shelf.close()
+            self._store.close()
             for machine in self.machines:
                 if isinstance(machine.handle, LentDevice):
                     machine.handle.close_memory()
@@ -101,18 +95,18 @@ class World:
         for machine in self.machines:
             machine.start()
         training = self.spawn(self._trainer.train(), "trainer")
-        trouble = self.spawn(self._trouble.run(), "trouble")
-        await self._unless_failed(asyncio.sleep(self._scenario.trouble_s))
+        trouble = self.spawn(self._faults.run(), "trouble")
+        await self._until_failed(asyncio.sleep(self._scenario.trouble_s))
         trouble.cancel()
-        self._trouble.end()
+        self._faults.end()
         self._trainer.is_stopping = True
-        await self._unless_failed(self._all_done(training))
-        self.judge.check_all_done()
-        await self._unless_failed(asyncio.sleep(SETTLE_S))
+        await self._until_failed(self._all_done(training))
+        self.checker.check_all_done()
+        await self._until_failed(asyncio.sleep(SETTLE_S))
         self.gateway.check_idle()
         for machine in self.machines:
             if machine.handle.requests:
-                raise Violation(f"{machine.name} still holds {machine.handle.requests} turns that nobody waits for")
+                raise Violation(f"{machine.name} still holds {machine.handle.requests} turns without a client")
 
     async def _all_done(self, training: asyncio.Task[None]) -> None:
         try:
@@ -121,9 +115,9 @@ class World:
                 while self._playing:
                     await asyncio.wait(self._playing)
         except TimeoutError:
-            raise Violation(f"{CALM_S:g} s after all trouble ended not everything is done") from None
+            raise Violation(f"{CALM_S:g} s after the last fault not everything has ended") from None
 
-    async def _unless_failed(self, wait: Coroutine[Any, Any, None]) -> None:
+    async def _until_failed(self, wait: Coroutine[Any, Any, None]) -> None:
         waiting = asyncio.ensure_future(wait)
         try:
             await asyncio.wait([waiting, self._failed], return_when=asyncio.FIRST_COMPLETED)
@@ -133,57 +127,52 @@ class World:
         finally:
             waiting.cancel()
 
-    # Who is there
+    # Parts
 
     def _machine(self, number: int) -> Machine:
-        scenario, is_borrowed = self._scenario, number >= self._scenario.dedicated
-        name = f"borrowed-{number}" if is_borrowed else f"dedicated-{number}"
-        gate = Gate()
-        handle = self._handle(number, is_borrowed, gate)
-        settings = AgentSettings("", "", MODEL, "borrowed" if is_borrowed else "dedicated", scenario.seats, name)
+        scenario, gate = self._scenario, NetworkGate()
+        is_borrowed = number >= scenario.dedicated
+        kind: Kind = "borrowed" if is_borrowed else "dedicated"
+        name = f"{kind}-{number}"
+        handle: SimulatedHandle
+        if is_borrowed:
+            seed = scenario.seed * 1000 + number
+            lending = SimulatedLending(scenario.mode, scenario.traffic, scenario.pages, seed, scenario.trouble_s)
+            handle = LentDevice(gate, lending)
+        else:
+            handle = DedicatedDevice(gate, self._chance(f"engine {number}"), scenario.kv_blocks)
+        settings = AgentSettings(self.gateway.address, "", MODEL, kind, scenario.max_concurrency, name)
         agent = SimulatedAgent(
-            settings,
-            handle,
-            gate,
-            lambda: ShelfArrivals(self._shelf, name),
-            self.gateway.accept,
-            self._chance(name),
-            self.story,
-        )
-        return Machine(name, handle, agent, self.spawn, self.story, is_borrowed=is_borrowed)
+            settings, handle, gate, lambda: StoreFetcher(self._store, name), self.gateway.accept, self._chance(name),
+            self.log,
+        )  # fmt: skip
+        agent.shards = self.gateway.listeners
+        return Machine(name, handle, agent, self.spawn, self.log, is_borrowed=is_borrowed)
 
-    def _handle(self, number: int, is_borrowed: bool, gate: Gate) -> SimulatedHandle:
-        scenario = self._scenario
-        if not is_borrowed:
-            return DedicatedDevice(gate, self._chance(f"engine {number}"), scenario.kv_blocks)
-        seed = scenario.seed * 1000 + number
-        until_s = scenario.trouble_s
-        return LentDevice(gate, Lending(scenario.mode, scenario.traffic, scenario.pages, seed, until_s))
-
-    def _play(self, episode: Episode) -> None:
+    def _play(self, episode: SimulatedEpisode) -> None:
         name = episode.trajectory_id
         player = Player(
-            episode, self.gateway, self.judge, self._scenario, name, self._line(name), self._chance(name), self.story
+            episode, self.gateway, self.checker, self._scenario, name, self._line(name), self._chance(name), self.log
         )
         task = self.spawn(player.play(), f"player {name}")
         self._playing.add(task)
         task.add_done_callback(self._playing.discard)
 
-    def _line(self, name: str) -> Line:
-        return Line(self.gateway, self._weather, self._chance(f"line {name}"))
+    def _line(self, name: str) -> ClientLine:
+        return ClientLine(self.gateway, self._network_faults, self._chance(f"line {name}"))
 
     def _chance(self, name: str) -> random.Random:
         return random.Random(f"{name} {self._scenario.seed}")
 
-    # What goes wrong where it must not
+    # Unexpected errors
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_end)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
@@ -200,45 +189,31 @@ class World:
                 )
             self._failed.set_exception(error)
 
-    def _report(self, violation: str) -> Report:
+    def _report(self, violation: str) -> WorldReport:
+        lent = [machine.handle for machine in self.machines if isinstance(machine.handle, LentDevice)]
         counts = dict(self.gateway.counts) | {
-            "trajectories": len(self.judge.data),
+            "trajectories": len(self.checker.data),
             "batches": self._trainer.batches,
-            "tokens_checked": self.judge.checked_tokens,
-            "lent_steps": sum(m.handle.lent_steps for m in self.machines if isinstance(m.handle, LentDevice)),
-            "served": sum(m.handle.served for m in self.machines if isinstance(m.handle, LentDevice)),
+            "tokens_checked": self.checker.checked_tokens,
+            "lent_steps": sum(device.lent_steps for device in lent),
+            "served": sum(device.served for device in lent),
         }
-        return Report(
-            self._scenario,
-            violation,
-            tuple(self.story.last),
-            self.story.digest,
-            self.judge.digest,
-            self.judge.data,
-            counts,
-            self._loop.time(),
-        )
+        last, digest = tuple(self.log.last), self.log.digest
+        return WorldReport(self._scenario, violation, last, digest, self.checker.data, counts, self._loop.time())
 
 
 def simulate(
     scenario: Scenario, *, listen: Callable[[str], None] | None = None, host: type[SimulatedGateway] | None = None
-) -> Report:
-    """One world, from its beginning to its end. `host` replaces the gateway, to see that a broken one is caught."""
+) -> WorldReport:
+    """Run one world. Tests pass a `host` with a defect, which must be caught."""
 
-    async def live() -> Report:
-        return await World(scenario, listen, host or SimulatedGateway).run()
+    async def live() -> WorldReport:
+        return await ClusterWorld(scenario, listen, host or SimulatedGateway).run()
 
-    with _quiet("rose.agent"):
-        return run_virtual(live(), VirtualClock())
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """What a simulated process would log is in the story."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
+    logger = logging.getLogger("rose.agent")
+    before, logger.disabled = logger.disabled, True  # the event log has its messages
     try:
-        yield
+        return run_virtual(live(), VirtualClock())
     finally:
         logger.disabled = before
 

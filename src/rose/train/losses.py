@@ -1,50 +1,32 @@
-"""Losses of group-relative policy optimisation, as rows of a table.
-
-A loss is made of three choices: what the probability ratio is taken over (a token or a sequence), what is maximised
-given ratio and advantage (PPO's clipped product, or a log-probability with a clipped weight), and how tokens are
-averaged.
+"""Losses of group-relative policy optimisation, as rows of a table (docs/trainer.md compares them).
 
     loss = - sum over tokens of  weight x importance x surrogate(ratio, advantage)
            + kl_beta x sum over tokens of  weight x ratio x divergence(reference, new)
 
-Four log-probabilities of a token are at play. *new*: the weights being changed. *old*: the trainer's weights when
-the batch began; ratio = new / old, and clipping keeps one batch from moving the model too far. *rollout*: what the
-engine reported when it drew the token, under its own arithmetic and perhaps older weights. importance = old /
-rollout corrects for that difference, truncated from above so that no single token rules a batch; a whole sequence
-whose tokens differ too much, by their geometric mean, is left out. *reference*: the model the job began with, if the
-loss is to keep near it; the divergence is estimated by r - log r - 1 with r = reference / new (Schulman's k3), which is
-never negative and right on average. Its gradient is right on average only with the ratio before it, which has one of
-its own even where it is 1 (DeepSeek-V3.2); `kl_is_unbiased` says whether it stands there.
-
-With one update per batch new equals old, the ratio is 1 with the gradient of the log-probability, and its clipping
-stops nothing. What several batches that were drawn from the same weights do together it does not see at all: each of
-them pushes as far as one may, and a model that learns from old tokens overshoots until it has unlearnt what it knew.
-So a token that has *drifted*, whose old / rollout probability is already outside the clipping range on the side that
-its advantage pushes it to, is pushed no further.
-
-    grpo   clipped alike on both sides; every trajectory weighs the same, however long it is
-    dapo   clipped later upwards than downwards, which keeps rare good tokens alive; every token weighs the same
-    gspo   one ratio for a whole sequence, the geometric mean of its tokens', clipped closely
-    cispo  no token is cut off, drifted or not: the ratio is a weight without gradient, and it is the weight that is
-           clipped
+A token has four log-probabilities: *new*, of the weights being changed; *old*, of the trainer's weights when the batch
+began (ratio = new / old); *rollout*, reported by the engine (importance = old / rollout, truncated); and *reference*,
+of the model the job began with. Clipping looks at the ratio, which is 1 with one update per batch and so misses what
+several batches from the same weights do together. The drift guard does not: a token whose old / rollout probability
+is already outside the clipping range, on the side its advantage pushes it to, is pushed no further.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rose.errors import ConfigError
-from rose.train.settings import LossSettings
+from rose.train.train_settings import LossSettings
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Flat, one entry per token the model wrote; `sequences` says whose it is, counted from 0 in the micro-batch."""
+    """The tokens the model wrote, one entry each; `sequences` counts the micro-batch's sequences from 0."""
 
     new: Tensor
     old: Tensor
@@ -55,40 +37,66 @@ class ScoredTokens:
     reference: Tensor | None = None
 
 
+@dataclass(slots=True)
+class LossSums:
+    """Sums over the trained tokens of micro-batches."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    importance: float = 0.0
+    gap: float = 0.0  # |old - rollout|, in nats
+    gap_max: float = 0.0
+    rollout_divergence: float = 0.0  # of the trainer's distribution from the engine's
+    reference_divergence: float = 0.0
+    truncated: int = 0
+    left_out: int = 0  # with their sequences
+    clipped: int = 0
+    drifted: int = 0
+    trained_tokens: int = 0
+    computed_tokens: int = 0  # context and padding included
+
+    def add(self, other: LossSums) -> None:
+        for field in fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            setattr(self, field.name, max(ours, theirs) if field.name == "gap_max" else ours + theirs)
+
+    def report_fields(self) -> dict[str, Any]:
+        """Return the fields of a step's report; means and shares are over the trained tokens."""
+        tokens = max(1, self.trained_tokens)
+        return {
+            "trained_tokens": self.trained_tokens,
+            "computed_tokens": self.computed_tokens,
+            "loss": self.loss,
+            "entropy": self.entropy / tokens,
+            "importance_mean": self.importance / tokens,
+            "truncated_share": self.truncated / tokens,
+            "left_out_share": self.left_out / tokens,
+            "clipped_share": self.clipped / tokens,
+            "drifted_share": self.drifted / tokens,
+            "logprob_gap_mean": self.gap / tokens,
+            "logprob_gap_max": self.gap_max,
+            "rollout_kl": self.rollout_divergence / tokens,
+            "reference_kl": self.reference_divergence / tokens,
+        }
+
+
 @dataclass(frozen=True, slots=True)
-class Clipping:
+class ClipRange:
+    """How far below and above 1 a ratio counts."""
+
     low: float
     high: float
 
 
-Ratio = Callable[[ScoredTokens], Tensor]
-Surrogate = Callable[[Tensor, ScoredTokens, Clipping], Tensor]
-Weigh = Callable[[Sequence[int]], list[float]]
-
-
 @dataclass(frozen=True, slots=True)
 class Loss:
-    ratio: Ratio
-    surrogate: Surrogate
-    weigh: Weigh  # tokens of each sequence of a batch -> the weight of each of its tokens
-    clipping: Callable[[LossSettings], Clipping]
-    drifting: Callable[[LossSettings], Clipping] | None  # how far a token may have gone since it was drawn
+    """One row of the table."""
 
-
-@dataclass(frozen=True, slots=True)
-class LossResult:
-    """`value` has the gradient; sums and counts are over the micro-batch's tokens."""
-
-    value: Tensor
-    importance_sum: float
-    truncated: int
-    clipped: int
-    left_out: int  # with their sequences
-    drifted: int
-    gap_sum: float  # |old - rollout|, in nats
-    gap_max: float
-    rollout_divergence_sum: float  # of the trainer's distribution from the one that was drawn from
-    reference_divergence_sum: float
+    ratio: Callable[[ScoredTokens], Tensor]
+    surrogate: Callable[[Tensor, ScoredTokens, ClipRange], Tensor]
+    weigh: Callable[[Sequence[int]], list[float]]  # tokens of each sequence -> the weight of each of its tokens
+    clip_range: Callable[[LossSettings], ClipRange]
+    drift_range: Callable[[LossSettings], ClipRange] | None  # how far a token may have drifted since it was drawn
 
 
 def token_ratio(tokens: ScoredTokens) -> Tensor:
@@ -96,69 +104,67 @@ def token_ratio(tokens: ScoredTokens) -> Tensor:
 
 
 def sequence_ratio(tokens: ScoredTokens) -> Tensor:
-    """The geometric mean over each sequence stands for each of its tokens."""
+    """Return the geometric mean over each sequence, for each of its tokens."""
     return sequence_means(tokens.new - tokens.old, tokens.sequences).exp()[tokens.sequences]
 
 
 def sequence_means(values: Tensor, sequences: Tensor) -> Tensor:
-    """One per sequence."""
     counts = torch.bincount(sequences)
-    sums = torch.zeros(len(counts), dtype=values.dtype).index_add(0, sequences, values)
-    return sums / counts
+    return torch.zeros(len(counts), dtype=values.dtype).index_add(0, sequences, values) / counts
 
 
-def clipped_product(ratio: Tensor, tokens: ScoredTokens, clipping: Clipping) -> Tensor:
-    """PPO: never more to gain than at the edge of the clipping range."""
-    inside = ratio.clamp(1 - clipping.low, 1 + clipping.high)
+def clipped_product(ratio: Tensor, tokens: ScoredTokens, clip: ClipRange) -> Tensor:
+    """Return PPO's surrogate: no more to gain than at the edge of the clipping range."""
+    inside = ratio.clamp(1 - clip.low, 1 + clip.high)
     return torch.minimum(ratio * tokens.advantages, inside * tokens.advantages)
 
 
-def clipped_weight(ratio: Tensor, tokens: ScoredTokens, clipping: Clipping) -> Tensor:
-    """CISPO: the gradient is that of the log-probability, however far the ratio has gone."""
-    return ratio.detach().clamp(1 - clipping.low, 1 + clipping.high) * tokens.advantages * tokens.new
+def clipped_weight(ratio: Tensor, tokens: ScoredTokens, clip: ClipRange) -> Tensor:
+    """Return CISPO's surrogate: the gradient of the log-probability, weighted by the clipped ratio."""
+    return ratio.detach().clamp(1 - clip.low, 1 + clip.high) * tokens.advantages * tokens.new
 
 
 def divergence(log_ratio: Tensor) -> Tensor:
-    """Of the distribution that tokens came from, estimated per token; `log_ratio` is log other - log theirs."""
+    """Return Schulman's k3 estimate per token, r - log r - 1: never negative, and right on average."""
     return log_ratio.exp() - log_ratio - 1
 
 
 def by_sequence(lengths: Sequence[int]) -> list[float]:
-    """The mean over sequences of the mean over their tokens."""
+    """Return weights for the mean over sequences of the mean over their tokens."""
     return [1 / (len(lengths) * length) for length in lengths]
 
 
 def by_token(lengths: Sequence[int]) -> list[float]:
-    """The mean over all tokens."""
+    """Return weights for the mean over all tokens."""
     return [1 / sum(lengths)] * len(lengths)
 
 
-def alike(settings: LossSettings) -> Clipping:
-    return Clipping(settings.clip_low, settings.clip_low)
+def symmetric_range(settings: LossSettings) -> ClipRange:
+    return ClipRange(settings.clip_low, settings.clip_low)
 
 
-def later_upwards(settings: LossSettings) -> Clipping:
-    return Clipping(settings.clip_low, settings.clip_high)
+def clip_higher_range(settings: LossSettings) -> ClipRange:
+    return ClipRange(settings.clip_low, settings.clip_high)
 
 
-def closely(settings: LossSettings) -> Clipping:
-    return Clipping(settings.sequence_clip_low, settings.sequence_clip_high)
+def sequence_range(settings: LossSettings) -> ClipRange:
+    return ClipRange(settings.sequence_clip_low, settings.sequence_clip_high)
 
 
-def weight_only(settings: LossSettings) -> Clipping:
-    return Clipping(1.0, settings.weight_max - 1)
+def weight_range(settings: LossSettings) -> ClipRange:
+    return ClipRange(1.0, settings.weight_max - 1)
 
 
 LOSSES: dict[str, Loss] = {
-    "grpo": Loss(token_ratio, clipped_product, by_sequence, alike, alike),
-    "dapo": Loss(token_ratio, clipped_product, by_token, later_upwards, later_upwards),
-    "gspo": Loss(sequence_ratio, clipped_product, by_sequence, closely, later_upwards),
-    "cispo": Loss(token_ratio, clipped_weight, by_token, weight_only, None),
+    "grpo": Loss(token_ratio, clipped_product, by_sequence, symmetric_range, symmetric_range),
+    "dapo": Loss(token_ratio, clipped_product, by_token, clip_higher_range, clip_higher_range),
+    "gspo": Loss(sequence_ratio, clipped_product, by_sequence, sequence_range, clip_higher_range),
+    "cispo": Loss(token_ratio, clipped_weight, by_token, weight_range, None),
 }
 
 
 def find_loss(name: str) -> Loss:
-    """The loss of this name, or a ConfigError that names the nearest one."""
+    """Return the loss of this name, or raise a ConfigError that names the nearest one."""
     if name in LOSSES:
         return LOSSES[name]
     near = difflib.get_close_matches(name, LOSSES, n=1, cutoff=0.4)
@@ -166,54 +172,45 @@ def find_loss(name: str) -> Loss:
     raise ConfigError(f"there is no loss {name!r}", hint=f"{hint}there are {', '.join(LOSSES)}")
 
 
-def compute_loss(tokens: ScoredTokens, settings: LossSettings) -> LossResult:
-    """The part of the batch's loss that this micro-batch is; parts add up."""
+def compute_loss(tokens: ScoredTokens, settings: LossSettings) -> tuple[Tensor, LossSums]:
+    """Return the micro-batch's part of the batch's loss, with its gradient, and its sums. Parts add up."""
     loss = find_loss(settings.name)
-    clipping = loss.clipping(settings)
+    clip = loss.clip_range(settings)
     ratio = loss.ratio(tokens)
     gap = (tokens.old - tokens.rollout).detach()
     importance = gap.exp()
     truncated = importance.clamp(max=settings.importance_max)
-    left_out = _left_out(gap, tokens.sequences, settings)
-    if left_out is not None:
-        truncated = truncated.masked_fill(left_out, 0.0)
-    drifted = 0
-    if settings.stops_drifted and loss.drifting is not None:
-        has_drifted = _is_clipped(importance, tokens.advantages, loss.drifting(settings))
-        truncated, drifted = truncated.masked_fill(has_drifted, 0.0), int(has_drifted.sum())
-    value = -(tokens.weights * truncated * loss.surrogate(ratio, tokens, clipping)).sum()
-    reference_divergence = 0.0
+    sums = LossSums(
+        importance=float(importance.sum()),
+        gap=float(gap.abs().sum()),
+        gap_max=float(gap.abs().max()) if len(gap) else 0.0,
+        rollout_divergence=float(divergence(gap).sum()),
+        truncated=int((importance > settings.importance_max).sum()),
+        clipped=int(_is_clipped(ratio.detach(), tokens.advantages, clip).sum()),
+        trained_tokens=len(tokens.new),
+    )
+    if settings.sequence_importance_max:
+        # Leave out sequences that the trainer finds too much likelier or unlikelier than the engine did.
+        means = sequence_means(gap, tokens.sequences).exp()
+        is_out = (means < settings.sequence_importance_min) | (means > settings.sequence_importance_max)
+        left_out = is_out[tokens.sequences]
+        truncated, sums.left_out = truncated.masked_fill(left_out, 0.0), int(left_out.sum())
+    if settings.stops_drifted and loss.drift_range is not None:
+        has_drifted = _is_clipped(importance, tokens.advantages, loss.drift_range(settings))
+        truncated, sums.drifted = truncated.masked_fill(has_drifted, 0.0), int(has_drifted.sum())
+    value = -(tokens.weights * truncated * loss.surrogate(ratio, tokens, clip)).sum()
     if tokens.reference is not None:
         away = divergence(tokens.reference - tokens.new)
+        # The gradient of k3 is right on average only with the ratio, which has one even where it is 1 (DeepSeek-V3.2).
         weights = tokens.weights * ratio if settings.kl_is_unbiased else tokens.weights
         value = value + settings.kl_beta * (weights * away).sum()
-        reference_divergence = float(away.detach().sum())
-    return LossResult(
-        value=value,
-        importance_sum=float(importance.sum()),
-        truncated=int((importance > settings.importance_max).sum()),
-        clipped=int(_is_clipped(ratio.detach(), tokens.advantages, clipping).sum()),
-        left_out=0 if left_out is None else int(left_out.sum()),
-        drifted=drifted,
-        gap_sum=float(gap.abs().sum()),
-        gap_max=float(gap.abs().max()) if len(gap) else 0.0,
-        rollout_divergence_sum=float(divergence(gap).sum()),
-        reference_divergence_sum=reference_divergence,
-    )
+        sums.reference_divergence = float(away.detach().sum())
+    sums.loss = float(value.detach())
+    return value, sums
 
 
-def _left_out(gap: Tensor, sequences: Tensor, settings: LossSettings) -> Tensor | None:
-    """Tokens of sequences that the trainer finds too much likelier or unlikelier than the engine did."""
-    if not settings.sequence_importance_max:
-        return None
-    means = sequence_means(gap, sequences).exp()
-    is_out = (means < settings.sequence_importance_min) | (means > settings.sequence_importance_max)
-    return is_out[sequences]
-
-
-def _is_clipped(ratio: Tensor, advantages: Tensor, clipping: Clipping) -> Tensor:
-    """Tokens beyond the range on the side that they are pushed to: clipping cuts their gradient off or, where it is a
-    weight, makes it smaller."""
-    up = (ratio > 1 + clipping.high) & (advantages > 0)
-    down = (ratio < 1 - clipping.low) & (advantages < 0)
+def _is_clipped(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> Tensor:
+    """Return which tokens are beyond the range on the side that they are pushed to."""
+    up = (ratio > 1 + clip.high) & (advantages > 0)
+    down = (ratio < 1 - clip.low) & (advantages < 0)
     return up | down

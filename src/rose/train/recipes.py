@@ -1,4 +1,4 @@
-"""How warm starts are made, by environment. Apart from the code that makes them: who only asks need not load torch."""
+"""The recipes of warm starts, by environment, apart from the code that follows them: reading them loads no torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from rose.errors import ConfigError
 
-IMITATION_SEEDS = 1 << 41
-"""Maps that are imitated on are neither trained nor evaluated on."""
+IMITATION_SEEDS = 1 << 41  # from here on: maps of imitated games are neither trained nor evaluated on
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a warm start is made; all of it is in the digest the checkpoint is kept under."""
+    """The settings of a warm start; the digest its checkpoint is kept under covers all of them."""
 
     environment: str = "frozenlake"
     preset: str = "frozenlake-1m"
@@ -43,7 +42,7 @@ RECIPES = {
 
 
 def find_recipe(environment: str) -> Recipe:
-    """Raises ConfigError for an environment that nobody has a warm start for."""
+    """Return the recipe of an environment, or raise ConfigError if it has none."""
     if environment not in RECIPES:
         raise ConfigError(
             f"there is no recipe for a warm start on {environment}: the model to train has to be given",

@@ -1,6 +1,6 @@
-"""What the chain asks of a codec, and the two that fit.
+"""The codec that the chain uses, behind the seam for others.
 
-The chain never looks into a payload. It gives a codec the numbers of one piece as bit patterns (bf16 and fp16 as
+The chain never looks into a payload. It gives a codec the numbers of one chunk as bit patterns (bf16 and fp16 as
 uint16, fp32 as uint32) and later hands the payload to a codec of the same name.
 """
 
@@ -26,13 +26,15 @@ _ELEMENT_TYPES = {
 
 
 class Codec(Protocol):
+    """An encoder and decoder of one chunk."""
+
     name: str
 
     def encode(self, base: Bits, new: Bits, dtype: str) -> bytes:
-        """What turns `base` into `new`."""
+        """Return what turns `base` into `new`."""
 
     def encode_full(self, new: Bits, dtype: str) -> bytes:
-        """`new` itself."""
+        """Return `new` itself."""
 
     def apply(self, payload: Payload, destination: Bits) -> None:
         """Turn the destination, which holds the base (or anything, for a full payload), into the new numbers."""
@@ -56,25 +58,8 @@ class SparseCodec:
         sparse.apply(payload, destination, threads=self._threads)
 
 
-class PlainCodec:
-    """Every number as it is, changed or not: the baseline that the others are measured against."""
-
-    name = "plain-1"
-
-    def encode(self, base: Bits, new: Bits, dtype: str) -> bytes:
-        return self.encode_full(new, dtype)
-
-    def encode_full(self, new: Bits, dtype: str) -> bytes:
-        return new.astype(new.dtype.newbyteorder("<"), copy=False).tobytes()
-
-    def apply(self, payload: Payload, destination: Bits) -> None:
-        little = destination.dtype.newbyteorder("<")
-        if len(payload) != destination.nbytes:
-            raise RequestRefused(f"a plain payload of {len(payload)} bytes for {destination.nbytes} bytes of weights")
-        destination.reshape(-1)[:] = np.frombuffer(payload, dtype=little)
-
-
 def check_same(codec: Codec, name: str) -> None:
+    """Raise RequestRefused unless weights were encoded with the codec that this side has."""
     if codec.name != name:
         raise RequestRefused(
             f"these weights were encoded with `{name}`, and this side reads `{codec.name}`",

@@ -1,20 +1,23 @@
-"""The keys of a run, all derived from one secret: what the trainer holds, and the lesser key that it hands out.
+"""The keys of a run, all derived from one secret: the trainer's, and the lesser key of the workers.
 
-The operator configures one secret. The trainer and the relay server hold it. Three keys are derived from it by
+The operator configures one secret, which the trainer and the relay server hold. Three keys are derived from it by
 HKDF-SHA256: the Ed25519 key that signs records, and one key per role at the relay server (`reader`, `writer`). Workers
 hold the *read key*: the reader's key and the public half of the signing key. Its holder can read the relay and verify
 what the trainer signed. It cannot write, delete, claim or sign, and the secret cannot be computed from it.
 
     rose-read-<64 hex digits: the reader's key at the relay server><64 hex digits: the Ed25519 public key>
 
-Wherever a secret is expected for reading, the text of a read key is accepted instead.
+Wherever a secret is expected for reading, the text of a read key is accepted instead. Either is given as bytes, or lies
+in the file that ROSE_RELAY_SECRET_FILE names, or in ROSE_RELAY_SECRET itself.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -23,6 +26,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from rose.errors import ConfigError
 
+SECRET, SECRET_FILE = "ROSE_RELAY_SECRET", "ROSE_RELAY_SECRET_FILE"  # environment variables
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 SECRET_BYTES_MIN = 16  # 128 bits if they are random
@@ -34,7 +38,7 @@ _MAKE_ONE = "make one with: openssl rand -hex 32"
 
 @dataclass(frozen=True, slots=True)
 class ReadKey:
-    """What a worker holds. `relay` authenticates it at the relay server, `public` verifies signatures."""
+    """The keys of a worker: `relay` authenticates it at the relay server, `public` verifies signatures."""
 
     relay: bytes
     public: bytes
@@ -52,14 +56,11 @@ class ReadKey:
 
 @dataclass(frozen=True, slots=True)
 class WriteKey:
-    """What the trainer and the relay server derive from the secret."""
+    """The keys that the trainer and the relay server derive from the secret."""
 
     relay: bytes
     signing: Ed25519PrivateKey
     read: ReadKey
-
-    def sign(self, message: bytes) -> bytes:
-        return self.signing.sign(message)
 
 
 @lru_cache(maxsize=16)  # every record and connection asks again
@@ -108,6 +109,26 @@ def check_secret(secret: bytes) -> bytes:
     if len(set(secret)) < DIFFERENT_BYTES_MIN or is_repeated:
         raise ConfigError("the run's secret is not random: it repeats a few characters", hint=_MAKE_ONE)
     return secret
+
+
+def run_secret(secret: bytes | None = None, file: Path | str | None = None) -> bytes:
+    """Return the run's secret or its read key: the argument, a file's, or the environment's. Raises ConfigError."""
+    if secret is not None:
+        return check_secret(secret)
+    path = file or os.environ.get(SECRET_FILE)
+    if path:
+        try:
+            return check_secret(Path(path).read_bytes().strip())
+        except OSError as error:
+            hint = f"make one with: openssl rand -hex 32 > {path}"
+            raise ConfigError(f"the run's secret in {path} cannot be read: {error.strerror}", hint=hint) from error
+    if os.environ.get(SECRET):
+        return check_secret(os.fsencode(os.environ[SECRET].strip()))
+    raise ConfigError(
+        "the run's secret is not known here",
+        hint=f"set {SECRET} or {SECRET_FILE}: for the trainer to a secret (openssl rand -hex 32), for workers to the "
+        "read key that `rose relay key` prints",
+    )
 
 
 def _derived(secret: bytes, label: bytes) -> bytes:

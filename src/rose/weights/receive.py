@@ -1,23 +1,19 @@
-"""The worker's side: bring the newest version from the relay, whole and verified, and only then offer it to the engine.
+"""The worker's side: bring the newest version from the relay, whole and verified, then offer it to the engine.
 
-    receiver = Receiver("tcp://relay:7070", run="my-run")
+    receiver = Receiver("http://relay:7070", run="my-run")
     received = receiver.fetch()                # None if there is nothing newer
     engine.swap(received.tensors)              # the pause: between two steps, nothing is computed or copied
     receiver.installed(received)
 
-Everything slow happens in `fetch`, beside a running engine: list, fetch, check, decode, and hash every number of the
-result. It works in the slot that does not run. If it fails, for whatever reason, it raises, and the version that runs
-is untouched; the next `fetch` goes on from what is already right. After `installed` the old slot is free, and `prepare`
-makes it equal to the new one (a copy costs what decoding the same delta again would, and no bytes), so that the next
-fetch has only the next delta to apply. `prepare` may be called any time before that; else `fetch` does it.
+All slow work happens in `fetch`, beside a running engine: list, fetch, check, decode, and hash every number of the
+result, in the buffer that does not run. If it fails, the running version is untouched, and the next `fetch` continues
+from what is right. After `installed` the old buffer is free, and `prepare` makes it equal to the new one (a copy costs
+what decoding the same delta again would), so that the next fetch has only the next delta to apply.
 
-Whoever was told which version to run names it by its hash, `fetch(hash)`, and gets that one, however many newer ones
-there are by then. The one that is installed is handed out again without a look at the relay: an engine that was
-restarted needs it once more.
-
-An engine that lays weights out in its own way, as the embedded one does, copies them when it stages: it needs one slot
-only (`slots=1`), and nothing has to be installed. In one process it takes `received.tensors`; in another, the folder.
-Two slots are for engines that run on the arrays, or that may read the folder again later.
+A version can be named by its hash, `fetch(hash)`. The installed one is handed out again without asking the relay: an
+engine that was restarted needs it once more. An engine that copies weights when it stages, as the embedded one does,
+needs one buffer only (`buffers=1`), and nothing has to be installed. Two buffers are for engines that run on the
+arrays, or that may read the folder again later.
 """
 
 from __future__ import annotations
@@ -32,25 +28,24 @@ import numpy as np
 
 from rose.core.versions import VersionId
 from rose.errors import RequestRefused
-from rose.weights.chain import Patience
-from rose.weights.coding import Bits, Codec, Payload, SparseCodec
-from rose.weights.connecting import reach, run_secret
-from rose.weights.keys import for_reading
+from rose.weights.chain import RetryPolicy
+from rose.weights.coding import Codec, SparseCodec
+from rose.weights.keys import for_reading, run_secret
 from rose.weights.layouts import whole
-from rose.weights.manifest import Manifest, WeightsRefused
-from rose.weights.metrics import ReceiveMetrics
+from rose.weights.manifest import WeightsRefused
 from rose.weights.reading import ChainReader
-from rose.weights.relay.base import Buffer, Chunks, Entry, Relay
-from rose.weights.shards import Array, Holdings, Tensor
-from rose.weights.slots import Slot, in_folder, in_memory, locals_of
-from rose.weights.touching import Touching
+from rose.weights.relay.opening import connect_relay
+from rose.weights.relay.relay_base import Relay
+from rose.weights.shards import Array, Placements, Tensor
+from rose.weights.weight_buffers import Prefault, WeightBuffer
+from rose.weights.weight_metrics import ReceiveMetrics
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A whole version, verified. The arrays stay as they are until another version is installed after it."""
+    """A whole, verified version. The arrays stay unchanged until another version is installed after it."""
 
     version: VersionId
     hash: str
@@ -66,7 +61,7 @@ class Received:
 
 
 class Receiver:
-    """One per worker rank; for one thread at a time."""
+    """Receives the weights of one worker rank from a relay. For one thread at a time."""
 
     def __init__(
         self,
@@ -75,49 +70,45 @@ class Receiver:
         *,
         secret: bytes | None = None,  # the run's read key, or its secret, of which only the read key is kept
         tensors: Sequence[Tensor] | None = None,  # what the worker's model has; None takes what is published
-        holdings: Holdings | None = None,  # the worker's share of them; None is all
+        placements: Placements | None = None,  # the worker's share of them; None is all
         initial: Mapping[str, Array] | None = None,  # weights the worker has already: what equals them is not fetched
         folder: Path | None = None,  # receive into files here, for an engine in another process
-        slots: int = 2,
+        buffers: int = 2,
         codec: Codec | None = None,
         threads: int = 1,
-        patience: Patience | None = None,
+        retry: RetryPolicy | None = None,
         metrics: ReceiveMetrics | None = None,
     ) -> None:
-        assert slots in (1, 2) and (holdings is None or tensors is not None)
+        assert buffers in (1, 2) and (placements is None or tensors is not None)
         key = for_reading(run_secret(secret))
-        self._relay = _CountedRelay(reach(relay, key))
+        self._relay = connect_relay(relay, key)
         self._owns_relay = isinstance(relay, str)
-        self._codec = _TimedCodec(codec or SparseCodec(threads=threads))
-        self.reader = ChainReader(
-            self._relay, run=run, secret=key, tensors=tensors, codec=self._codec, patience=patience
-        )
-        self._tensors, self._holdings, self._initial = tensors, holdings, initial
-        self._folder, self._slot_count = folder, slots
-        self._slots: list[Slot] = []
-        self._running: Slot | None = None
-        self._pending: tuple[Slot, Received] | None = None
+        codec = codec or SparseCodec(threads=threads)
+        self.reader = ChainReader(self._relay, run=run, secret=key, tensors=tensors, codec=codec, retry=retry)
+        self._placements, self._initial = placements, initial
+        self._folder, self._buffer_count = folder, buffers
+        self._buffers: list[WeightBuffer] = []
+        self._running: WeightBuffer | None = None
+        self._pending: tuple[WeightBuffer, Received] | None = None
         self._installed: Received | None = None
-        self._told: set[str] = set()  # of what was refused
+        self._reported: set[str] = set()  # refused keys that were logged
         self._metrics = metrics
         self.newest: VersionId | None = None  # in the relay, as of the last look
 
-    # What a worker calls
-
     def look(self) -> VersionId | None:
-        """The newest version that the relay has. Raises if all there is must be refused."""
+        """Return the newest version in the relay. Raises if every version there is refused."""
         self.newest = self.reader.refresh()
-        self._tell_refused()
+        self._report_refused()
         if self.newest is None and self.reader.refused:
             key, why = next(iter(self.reader.refused.items()))
             raise WeightsRefused(f"nothing in the relay can be used; `{key}`: {why}")
         return self.newest
 
     def fetch(self, wanted_hash: str = "") -> Received | None:
-        """The newest version if it is newer than the one installed, ready to swap in; None if it is not.
+        """Fetch the newest version, ready to swap in; return None if the installed one is as new.
 
-        With a hash it is the version that has it, and never None. Raises if it cannot be had; then nothing has changed
-        for whoever runs the old one.
+        With a hash, fetch the version that has it and never return None. If it raises, the installed version is
+        unchanged.
         """
         if wanted_hash and self._installed is not None and self._installed.hash == wanted_hash:
             return self._installed
@@ -128,51 +119,51 @@ class Receiver:
                 self._metrics.failed(error)
             raise
         finally:
-            self._tell_refused()
+            self._report_refused()
 
     def installed(self, received: Received, pause_s: float | None = None) -> None:
-        """The engine runs this version now, and nobody reads the one before any more."""
+        """Report that the engine runs this version, and that the memory of the one before is free."""
         if received is self._installed:
             return
         if self._pending is None or self._pending[1] is not received:
             raise RequestRefused(f"version {received.version} is not the one that was fetched last")
         self._running, self._pending = self._pending[0], None
-        self._installed = received if self._slot_count == 2 else None
+        self._installed = received if self._buffer_count == 2 else None
         if self._metrics is not None:
             self._metrics.looked(self.lag_versions, 0)
             if pause_s is not None:
                 self._metrics.paused(pause_s)
 
     def prepare(self) -> None:
-        """Make the free slot equal to the one that runs, and hash it, so that the next version is a delta away."""
+        """Copy the installed weights to the free buffer and hash them, so that the next version is one delta away."""
         running = self._running
         if running is None or running.version is None:
             return
-        free = self._free()
+        free = self._free_buffer()
         if free is running or free.version == running.version:
             return
         free.version = None
         for name, array in free.arrays.items():
             np.copyto(array, running.arrays[name])
-        free.shadow.forget_all()
+        free.staging.forget_all()
         free.version = running.version
         if running.version in self.reader.versions():
-            for box in free.shadow.cut(self.reader.manifest_of(running.version).boxes()):
-                free.shadow.hash_of(box)
+            for region in free.staging.cut(self.reader.manifest_of(running.version).regions()):
+                free.staging.hash_of(region)
 
     @property
     def version(self) -> VersionId | None:
-        """The one that is installed; with one slot, the one that was fetched."""
+        """Return the installed version; with one buffer, the fetched one."""
         return None if self._running is None else self._running.version
 
     @property
     def latest(self) -> Received | None:
-        """What was installed last."""
+        """Return what was installed last."""
         return self._installed
 
     @property
     def lag_versions(self) -> int:
-        """How many versions the relay has beyond the installed one."""
+        """Return how many versions the relay has beyond the installed one."""
         held = self.version
         return sum(1 for version in self.reader.versions() if held is None or version > held)
 
@@ -180,28 +171,26 @@ class Receiver:
         if self._owns_relay:
             self._relay.close()
 
-    # Inside
-
     def _fetch(self, wanted_hash: str) -> Received | None:
         begin_s = time.perf_counter()
-        self._relay.reset()
-        self._codec.seconds = 0.0
+        self.reader.reset_counters()
         target = self.look()
         if wanted_hash:
-            target = self._with_hash(wanted_hash)
+            target = self._version_with(wanted_hash)
         if self._pending is not None and target is not None and self._pending[1].version == target:
             return self._pending[1]
         if target is None or (not wanted_hash and self.version is not None and target <= self.version):
             return None
         seconds = {"list": time.perf_counter() - begin_s}
-        self._set_up(target)
+        if not self._buffers:
+            self._make_buffers(target)
         begin_s = time.perf_counter()
         self.prepare()
         seconds["prepare"] = time.perf_counter() - begin_s
-        return self._bring(self._free(), target, seconds)
+        return self._bring(self._free_buffer(), target, seconds)
 
-    def _with_hash(self, wanted_hash: str) -> VersionId:
-        """The latest version with these numbers: a trainer that went back publishes the same ones again."""
+    def _version_with(self, wanted_hash: str) -> VersionId:
+        """Return the latest version with these numbers: a trainer that went back publishes the same ones again."""
         for version in reversed(self.reader.versions()):
             if self.reader.manifest_of(version).version_hash == wanted_hash:
                 return version
@@ -210,109 +199,46 @@ class Receiver:
             hint="do the trainer and this worker use the same relay, and has it kept the version?",
         )
 
-    def _bring(self, slot: Slot, target: VersionId, seconds: dict[str, float]) -> Received:
-        self._pending, slot.version = None, None
+    def _bring(self, buffer: WeightBuffer, target: VersionId, seconds: dict[str, float]) -> Received:
+        self._pending, buffer.version = None, None
         begin_s = time.perf_counter()
-        with Touching(slot.arrays.values() if slot.shadow.is_blank else ()):
-            manifest = self.reader.bring(slot.shadow, target)
+        with Prefault(buffer.arrays.values() if buffer.staging.is_blank else ()):
+            manifest = self.reader.bring(buffer.staging, target)
         seconds["bring"] = time.perf_counter() - begin_s
-        seconds["fetch"], seconds["decode"] = self._relay.seconds, self._codec.seconds
+        seconds["fetch"], seconds["decode"] = self.reader.read_s, self.reader.decode_s
         seconds["total"] = seconds["list"] + seconds["prepare"] + seconds["bring"]
-        slot.version = target
-        dense = sum(array.nbytes for array in slot.arrays.values())
-        found = Received(
-            target, manifest.version_hash, slot.views(), slot.folder, self._relay.size_bytes, dense, seconds
-        )
-        self._pending = (slot, found)
-        if self._slot_count == 1:
-            self._running = slot
+        buffer.version = target
+        size, dense = self.reader.read_bytes, sum(array.nbytes for array in buffer.arrays.values())
+        received = Received(target, manifest.version_hash, buffer.views(), buffer.folder, size, dense, seconds)
+        self._pending = (buffer, received)
+        if self._buffer_count == 1:
+            self._running = buffer
         if self._metrics is not None:
-            self._metrics.received(found)
-        return found
+            self._metrics.received(received)
+        return received
 
-    def _set_up(self, target: VersionId) -> None:
+    def _make_buffers(self, target: VersionId) -> None:
         """Take the memory, now that it is known what is published."""
-        if self._slots:
-            return
-        manifest = self.reader.manifest_of(target)
-        if self._tensors is None:
-            self._tensors = _tensors_of(manifest)
-            self.reader.tensors = self._tensors  # from now on another model is refused
-        holdings = self._holdings if self._holdings is not None else whole(self._tensors)
-        locals_ = locals_of(holdings, self._tensors)
-        made = []
-        for number in range(self._slot_count):
+        if self.reader.tensors is None:  # from now on another model is refused
+            self.reader.tensors = self.reader.manifest_of(target).logical_tensors()
+        placements = self._placements if self._placements is not None else whole(self.reader.tensors)
+        buffers = []
+        for number in range(self._buffer_count):
             folder = None if self._folder is None else self._folder / f"slot-{number}"
-            arrays = in_memory(locals_) if folder is None else in_folder(locals_, folder)
-            slot = Slot(arrays, holdings, self._tensors)
-            slot.folder = folder
-            made.append(slot)
+            buffers.append(WeightBuffer(placements, self.reader.tensors, folder))
         if self._initial is not None:
-            made[0].fill(self._initial)
+            buffers[0].fill(self._initial)
             self._initial = None
-        self._slots = made
+        self._buffers = buffers
 
-    def _free(self) -> Slot:
-        return next((slot for slot in self._slots if slot is not self._running), self._slots[0])
+    def _free_buffer(self) -> WeightBuffer:
+        return next((buffer for buffer in self._buffers if buffer is not self._running), self._buffers[0])
 
-    def _tell_refused(self) -> None:
-        refused = {key: why for key, why in self.reader.refused.items() if key not in self._told}
-        for key, why in refused.items():
+    def _report_refused(self) -> None:
+        """Log each refused key once."""
+        new = {key: why for key, why in self.reader.refused.items() if key not in self._reported}
+        for key, why in new.items():
             _log.warning("weights refused: `%s`: %s", key, why)
-        self._told = set(self.reader.refused)
+        self._reported = set(self.reader.refused)
         if self._metrics is not None:
-            self._metrics.looked(self.lag_versions, len(refused))
-
-
-class _CountedRelay:
-    """Counts what is read and how long that takes."""
-
-    def __init__(self, relay: Relay) -> None:
-        self._relay = relay
-        self.reset()
-
-    def reset(self) -> None:
-        self.size_bytes, self.seconds = 0, 0.0
-
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
-        begin_s = time.perf_counter()
-        data = self._relay.get(key, start, stop)
-        self.size_bytes += len(data)
-        self.seconds += time.perf_counter() - begin_s
-        return data
-
-    def list(self, prefix: str = "") -> Sequence[Entry]:
-        return self._relay.list(prefix)
-
-    def put_new(self, key: str, chunks: Chunks) -> int:
-        return self._relay.put_new(key, chunks)
-
-    def delete(self, key: str) -> bool:
-        return self._relay.delete(key)
-
-    def close(self) -> None:
-        self._relay.close()
-
-
-class _TimedCodec:
-    """Counts how long applying takes."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-        self.name = codec.name
-        self.seconds = 0.0
-
-    def encode(self, base: Bits, new: Bits, dtype: str) -> bytes:
-        return self._codec.encode(base, new, dtype)
-
-    def encode_full(self, new: Bits, dtype: str) -> bytes:
-        return self._codec.encode_full(new, dtype)
-
-    def apply(self, payload: Payload, destination: Bits) -> None:
-        begin_s = time.perf_counter()
-        self._codec.apply(payload, destination)
-        self.seconds += time.perf_counter() - begin_s
-
-
-def _tensors_of(manifest: Manifest) -> list[Tensor]:
-    return [Tensor(entry.name, entry.shape, entry.dtype) for entry in manifest.tensors]
+            self._metrics.looked(self.lag_versions, len(new))

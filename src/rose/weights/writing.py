@@ -2,16 +2,16 @@
 
     writer = ChainWriter(relay, run="r1", secret=secret, tensors=tensors)
     writer.claim()
-    with writer.begin(7, base=writer.newest) as draft:   # or base=None: an anchor
-        draft.push([encode_piece(...), ...])             # once per bucket, from any thread
+    with writer.begin(7, base=writer.newest) as draft:   # or base=None: a full snapshot (anchor)
+        draft.push([encode_chunk(...), ...])             # once per bucket, from any thread
         draft.commit()
 
-With several ranks each pushes its own pieces under the same epoch and version; the others call `leave_part`, and the
-one that commits calls `collect_parts` first, so that nothing but the relay joins them.
+With several ranks each pushes its own chunks under the same epoch and version; the others call `put_rank_manifest`, and
+the one that commits calls `collect_rank_manifests` first, so that nothing but the relay joins them.
 
-Nothing counts before the manifest is there, so a writer can stop at any point and leave only rubbish, which `sweep`
-removes later. A relay that lost everything is filled again by committing an anchor of the newest version: that also
-puts the claim back.
+Nothing counts before the manifest is there, so a writer can stop at any point and leave only leftovers, which `sweep`
+removes later. A relay that lost everything is filled again by an anchor of the newest version, which also puts the
+claim back.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
 from rose.core import versions
-from rose.core.versions import Link, VersionId
+from rose.core.versions import VersionId, VersionRecord
 from rose.errors import ConfigError, Unavailable
-from rose.weights.chain import READS_MAX, Folder, Names, Patience, is_ahead, stands
+from rose.weights.chain import READS_MAX, Folder, Names, RetryPolicy, claim_counts, is_ahead
 from rose.weights.coding import Bits, Codec, SparseCodec
 from rose.weights.keys import write_key
 from rose.weights.manifest import (
     FORMAT,
     BucketEntry,
+    ChunkEntry,
     Claim,
     Fenced,
     Manifest,
-    Part,
-    PieceEntry,
-    Record,
+    RankManifest,
+    Signed,
     TensorEntry,
     WeightsRefused,
     check_manifest,
@@ -51,37 +50,37 @@ from rose.weights.manifest import (
     size_in,
     version_hash,
 )
-from rose.weights.relay.base import Entry, KeyExists, KeyMissing, Relay
-from rose.weights.shards import Box, Tensor
+from rose.weights.relay.relay_base import KeyExists, KeyMissing, Relay, RelayEntry
+from rose.weights.shards import Tensor, TensorRegion
 
-KEEP_VERSIONS = 32  # a member that was away for fewer steps catches up by deltas
-ANCHOR_EVERY = 16  # an anchor costs as much as some dozens of deltas; a member that joins reads at most this many
+KEEP_VERSIONS = 32  # a worker that was away for fewer steps catches up by deltas
+ANCHOR_EVERY = 16  # an anchor costs as much as some dozens of deltas; a worker that joins reads at most this many
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One piece, ready to push."""
+    """One chunk, ready to push."""
 
-    box: Box
-    payload: bytes
+    region: TensorRegion
+    payload: bytes  # empty if nothing changed
     content_hash: bytes
     base_hash: bytes = b""
 
 
-def encode_piece(
-    codec: Codec, box: Box, dtype: str, new: Bits, base: Bits | None = None, base_hash: bytes = b""
+def encode_chunk(
+    codec: Codec, region: TensorRegion, dtype: str, new: Bits, base: Bits | None = None, base_hash: bytes = b""
 ) -> Encoded:
-    """From the base if there is one (its hash is known from the last version), else whole. No change costs nothing."""
+    """Encode a chunk against a base, whose hash is known from the last version, or whole without one."""
     hashed = content_hash(new, dtype)
     if base is None:
-        return Encoded(box, codec.encode_full(new, dtype), hashed)
+        return Encoded(region, codec.encode_full(new, dtype), hashed)
     assert base_hash, "a base without its hash"
     payload = b"" if hashed == base_hash else codec.encode(base, new, dtype)
-    return Encoded(box, payload, hashed, base_hash)
+    return Encoded(region, payload, hashed, base_hash)
 
 
 class ChainWriter:
-    """One per trainer rank. Drafts may be filled from several threads; everything else is for one thread."""
+    """The writer of one trainer rank. Drafts may be filled from several threads; everything else is for one thread."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class ChainWriter:
         tensors: Sequence[Tensor],
         codec: Codec | None = None,
         rank: int = 0,
-        patience: Patience | None = None,
+        retry: RetryPolicy | None = None,
         unix_s: Callable[[], float] = time.time,
     ) -> None:
         write_key(secret)  # raises ConfigError for one that cannot sign
@@ -103,27 +102,27 @@ class ChainWriter:
         self.tensors = list(tensors)
         self.codec = codec or SparseCodec()
         self.rank = rank
-        self.patience = patience or Patience()
+        self.retry = retry or RetryPolicy()
         self.epoch = 0
-        self.newest: VersionId | None = None  # committed; a rank that does not commit is told, and sets it
+        self.newest: VersionId | None = None  # committed; set from outside on a rank that does not commit
         self._owner = uuid.uuid4().hex
-        self._links: dict[Folder, tuple[Link, frozenset[str]]] = {}  # committed, with the keys each needs
+        self._records: dict[Folder, tuple[VersionRecord, frozenset[str]]] = {}  # committed, with the keys each needs
         self._attempts: dict[tuple[VersionId, str], int] = defaultdict(int)
         self._open: set[Folder] = set()
 
     # The epoch
 
     def claim(self, *, at_least: int | None = None) -> int:
-        """Take an epoch higher than any before; from then on a trainer that had an earlier one is fenced off.
+        """Take an epoch higher than any before, which fences off a trainer that had an earlier one.
 
-        The clock keeps it higher even if the relay has forgotten the earlier ones; a trainer that knows better says so.
-        Raises ConfigError if the epoch would be more than a day ahead of the clock.
+        The clock keeps it higher even if the relay has forgotten the earlier ones. Raises ConfigError if the epoch
+        would be more than a day ahead of the clock.
         """
         assert self.epoch == 0, "an epoch was claimed before"
         epoch = int(self._unix_s()) if at_least is None else at_least
         signed = (claim.epoch for claim in self._claims(self._claim_sizes(), above=epoch - 1))
         epoch = max(epoch, next(signed, 0) + 1)
-        while not self._mark(epoch):
+        while not self._put_claim(epoch):
             epoch += 1
         self.epoch = epoch
         return epoch
@@ -135,9 +134,9 @@ class ChainWriter:
     def check_fence(self) -> None:
         """Raise Fenced if another trainer took over. A claim that the relay lost is put back."""
         sizes = self._claim_sizes()
-        ours = self.read_record(self.names.claim(self.epoch), Claim, sizes.get(self.epoch))
-        is_ours = ours.owner == self._owner if ours is not None else self._mark(self.epoch)
-        if not is_ours or any(self._stands(claim) for claim in self._claims(sizes, above=self.epoch)):
+        ours = self.read_signed(self.names.claim(self.epoch), Claim, sizes.get(self.epoch))
+        is_ours = ours.owner == self._owner if ours is not None else self._put_claim(self.epoch)
+        if not is_ours or any(self._counts(claim) for claim in self._claims(sizes, above=self.epoch)):
             raise Fenced(
                 f"another trainer has taken over run `{self.names.run}`; this one had epoch {self.epoch}",
                 hint="stop this trainer, or restart it to take over again",
@@ -145,78 +144,78 @@ class ChainWriter:
 
     def _claim_sizes(self) -> dict[int, int]:
         """Return the size of whatever lies under the key of each epoch's claim."""
-        entries = self.patience.call(lambda _: self.relay.list(f"{self.names.run}/epochs"))
-        found = {self.names.epoch_of(entry.key): entry.size_bytes for entry in entries}
-        return {epoch: size_bytes for epoch, size_bytes in found.items() if epoch is not None}
+        entries = self.retry.call(lambda: self.relay.list(f"{self.names.run}/epochs"))
+        sizes = {self.names.epoch_of(entry.key): entry.size_bytes for entry in entries}
+        return {epoch: size_bytes for epoch, size_bytes in sizes.items() if epoch is not None}
 
     def _claims(self, sizes: Mapping[int, int], above: int) -> Iterator[Claim]:
         """Yield the signed claims on later epochs that are not ahead of the clock, the highest first."""
         for epoch in sorted((epoch for epoch in sizes if epoch > above), reverse=True):
             if not is_ahead(epoch, self._unix_s()):
-                claim = self.read_record(self.names.claim(epoch), Claim, sizes[epoch])
+                claim = self.read_signed(self.names.claim(epoch), Claim, sizes[epoch])
                 if claim is not None and (claim.run, claim.epoch) == (self.names.run, epoch):
                     yield claim
 
-    def _stands(self, claim: Claim) -> bool:
-        return stands(claim.epoch, claim.at_s, self._unix_s(), lambda: self._is_used(claim.epoch))
+    def _counts(self, claim: Claim) -> bool:
+        def is_used() -> bool:
+            entries = self.retry.call(lambda: self.relay.list(self.names.epoch_folder(claim.epoch)))
+            return any(entry.key.endswith("/manifest") for entry in entries)
 
-    def _is_used(self, epoch: int) -> bool:
-        entries = self.patience.call(lambda _: self.relay.list(self.names.epoch_folder(epoch)))
-        return any(entry.key.endswith("/manifest") for entry in entries)
+        return claim_counts(claim.epoch, claim.at_s, self._unix_s(), is_used)
 
-    def _mark(self, epoch: int) -> bool:
-        """Whether the epoch is ours, by this call or one whose answer was lost. Raises ConfigError."""
+    def _put_claim(self, epoch: int) -> bool:
+        """Return whether the epoch is ours, by this call or one whose response was lost. Raises ConfigError."""
         if is_ahead(epoch, self._unix_s()):
             raise ConfigError(
                 f"run `{self.names.run}` would continue with epoch {epoch}, more than a day ahead of the clock",
                 hint="set this machine's clock, or publish under another run name",
             )
         claim = Claim(self.names.run, epoch, self._owner, int(self._unix_s()))
-        return self.put_record(self.names.claim(epoch), claim)
+        return self.put_signed(self.names.claim(epoch), claim)
 
-    # Records
+    # Signed records
 
-    def put_record(self, key: str, record: msgspec.Struct) -> bool:
-        """Write once, whatever gets lost on the way. False if another signed record was there before.
+    def put_signed(self, key: str, record: msgspec.Struct) -> bool:
+        """Write a record once, whatever gets lost on the way; return False if another signed one was there before.
 
-        What is there without a right signature was not written by a trainer of this run: it is replaced.
+        A value without a right signature was not written by a trainer of this run: it is replaced.
         """
         signed = seal(self.secret, key, record)
 
-        def trial(_: int) -> bool:
+        def put() -> bool:
             for _ in range(READS_MAX):
                 try:
                     self.relay.put_new(key, [signed])
                     return True
                 except KeyExists:
-                    found = self.read_record(key, type(record))
-                if found is not None:
-                    return found == record
+                    known = self.read_signed(key, type(record))
+                if known is not None:
+                    return known == record
                 self.relay.delete(key)
             raise Unavailable(f"a stranger writes `{key}` again and again", hint="see who may write to the relay")
 
-        return self.patience.call(trial)
+        return self.retry.call(put)
 
-    def read_record(self, key: str, kind: type[Record], size_bytes: int | None = None) -> Record | None:
-        """What lies there with a right signature; None if nothing does. It is read again: a bit may flip on the way."""
+    def read_signed(self, key: str, kind: type[Signed], size_bytes: int | None = None) -> Signed | None:
+        """Return the record with a right signature, or None. It is read again: a bit may flip on the way."""
 
-        def trial(_: int) -> Record:
+        def read() -> Signed:
             size = size_in(self.relay, key) if size_bytes is None else size_bytes
-            return read_signed(self.relay, self.secret, key, size, kind)
+            return read_signed(self.relay.get, self.secret, key, size, kind)
 
         for _ in range(READS_MAX):
             try:
-                return self.patience.call(trial)
+                return self.retry.call(read)
             except KeyMissing:
                 return None
             except WeightsRefused:
                 continue
         return None
 
-    # Links
+    # Version records
 
     def begin(self, version: int, base: VersionId | None, *, attempt: int | None = None) -> Draft:
-        """A new link to a version: a delta from the base, or an anchor. Ranks of one trainer name the same attempt."""
+        """Return a new draft: a delta from the base, or an anchor. Ranks of one trainer name the same attempt."""
         assert self.epoch, "claim an epoch first"
         target = VersionId(self.epoch, version)
         assert base is None or base < target, f"a delta from {base} to {target}"
@@ -231,61 +230,52 @@ class ChainWriter:
     def _committed(self, draft: Draft, manifest: Manifest) -> None:
         self._open.discard(draft.folder)
         needs = [self.names.manifest(draft.folder), *(bucket.key for bucket in manifest.buckets)]
-        self._links[draft.folder] = (manifest.link(), frozenset(needs))
+        self._records[draft.folder] = (manifest.version_record(), frozenset(needs))
         self.newest = max(manifest.id, self.newest or manifest.id)
 
-    def is_anchor_due(self, anchor_every: int = ANCHOR_EVERY) -> bool:
-        """Whether the next version should be an anchor too."""
-        anchors = [link.version for link, _ in self._links.values() if link.is_anchor]
-        if not anchors:
-            return True
-        later = {link.version for link, _ in self._links.values() if link.version > max(anchors)}
-        return versions.anchor_is_due(len(later), anchor_every)
-
     def check_relay(self) -> bool:
-        """Whether the newest version can be had from the relay by somebody who holds nothing.
+        """Return whether a worker without weights can reach the newest version.
 
         False means that the relay lost something: commit an anchor of the newest version.
         """
         present = {entry.key for entry in self._list()}
-        self._links = {folder: known for folder, known in self._links.items() if known[1] <= present}
-        return versions.newest(link for link, _ in self._links.values()) == self.newest
+        self._records = {folder: known for folder, known in self._records.items() if known[1] <= present}
+        return versions.newest(record for record, _ in self._records.values()) == self.newest
 
     def sweep(self, keep_versions: int = KEEP_VERSIONS) -> int:
-        """Delete what nobody needs: superseded links, earlier epochs, rubbish of unfinished drafts. Returns the count.
+        """Delete superseded records, earlier epochs and leftovers of unfinished drafts; return how many keys.
 
-        Manifests go first, so that no reader begins with a link that is being taken apart.
+        Manifests go first, so that no reader begins with a record that is being taken apart.
         """
-        if not any(link.is_anchor for link, _ in self._links.values()):
+        if not any(record.is_anchor for record, _ in self._records.values()):
             return 0
-        kept = versions.kept([link for link, _ in self._links.values()], keep_versions)
-        stays = self._open | {folder for folder, (link, _) in self._links.items() if link in kept}
-        keys = [entry.key for entry in self._list() if self._is_rubbish(entry.key, stays)]
+        kept = versions.kept([record for record, _ in self._records.values()], keep_versions)
+        stays = self._open | {folder for folder, (record, _) in self._records.items() if record in kept}
+        keys = [entry.key for entry in self._list() if self._is_leftover(entry.key, stays)]
         for key in sorted(keys, key=lambda key: (not key.endswith("/manifest"), key)):
             self._delete(key)
-        self._links = {folder: known for folder, known in self._links.items() if folder in stays}
+        self._records = {folder: known for folder, known in self._records.items() if folder in stays}
         return len(keys)
 
     def _delete(self, key: str) -> bool:
-        return self.patience.call(lambda _: self.relay.delete(key))
+        return self.retry.call(lambda: self.relay.delete(key))
 
-    def _is_rubbish(self, key: str, stays: set[Folder]) -> bool:
+    def _is_leftover(self, key: str, stays: set[Folder]) -> bool:
         claimed = self.names.epoch_of(key)
-        place = self.names.place_of(key)
-        if claimed is not None:
-            return claimed < self.epoch or (claimed > self.epoch and not self._is_claimed(claimed))
-        return place is not None and place[0].version.epoch <= self.epoch and place[0] not in stays
+        if claimed is None:
+            place = self.names.place_of(key)
+            return place is not None and place[0].version.epoch <= self.epoch and place[0] not in stays
+        if claimed <= self.epoch:
+            return claimed < self.epoch
+        # A later claim stays if a trainer signed it, unless it is ahead of the clock: it would count one day.
+        return is_ahead(claimed, self._unix_s()) or self.read_signed(self.names.claim(claimed), Claim) is None
 
-    def _is_claimed(self, epoch: int) -> bool:
-        """Whether a trainer signed this later claim. Those ahead of the clock go as well: they would count one day."""
-        return not is_ahead(epoch, self._unix_s()) and self.read_record(self.names.claim(epoch), Claim) is not None
-
-    def _list(self) -> Sequence[Entry]:
-        return self.patience.call(lambda _: self.relay.list(self.names.run))
+    def _list(self) -> Sequence[RelayEntry]:
+        return self.retry.call(lambda: self.relay.list(self.names.run))
 
 
 class Draft:
-    """A link under way; see `ChainWriter.begin`. `push` may be called from several threads."""
+    """A version record under way; see `ChainWriter.begin`. `push` may be called from several threads."""
 
     def __init__(self, writer: ChainWriter, folder: Folder, base: VersionId | None) -> None:
         self.folder = folder
@@ -293,8 +283,8 @@ class Draft:
         self._base = base
         self._tensors = {tensor.name: index for index, tensor in enumerate(writer.tensors)}
         self._buckets: list[BucketEntry] = []
-        self._pieces: list[PieceEntry] = []
-        self._others: list[Part] = []
+        self._chunks: list[ChunkEntry] = []
+        self._others: list[RankManifest] = []
         self._next_bucket = 0
         self._lock = threading.Lock()
 
@@ -304,98 +294,85 @@ class Draft:
     def __exit__(self, *error: object) -> None:
         self.abandon()
 
-    def push(self, pieces: Sequence[Encoded]) -> int:
-        """Put the payloads into the relay as one bucket; returns its size. Pieces that did not change take no room."""
-        payloads = [piece.payload for piece in pieces if piece.payload]
+    def push(self, chunks: Sequence[Encoded]) -> int:
+        """Put the payloads into the relay as one bucket and return its size; unchanged chunks take no space."""
+        writer = self._writer
+        payloads = [chunk.payload for chunk in chunks if chunk.payload]
         with self._lock:
             number = self._next_bucket
             self._next_bucket += 1
-        bucket = self._put_bucket(number, payloads) if payloads else None
-        with self._lock:
-            index = len(self._buckets)
-            if bucket is not None:
-                self._buckets.append(bucket)
-            self._pieces += self._entries(pieces, index)
-        return bucket.size_bytes if bucket is not None else 0
 
-    def _put_bucket(self, number: int, payloads: Sequence[bytes]) -> BucketEntry:
-        writer = self._writer
-
-        def trial(_: int) -> BucketEntry:
+        def put() -> BucketEntry:
             key = writer.names.bucket(self.folder, writer.rank, number)
             return BucketEntry(key, writer.relay.put_new(key, payloads))
 
-        return writer.patience.call(trial)
-
-    def _entries(self, pieces: Iterable[Encoded], bucket: int) -> list[PieceEntry]:
-        entries, offset = [], 0
-        for piece in pieces:
-            entries.append(
-                PieceEntry(
-                    self._tensors[piece.box.tensor],
-                    piece.box.start,
-                    piece.box.stop,
-                    bucket if piece.payload else 0,
-                    offset if piece.payload else 0,
-                    len(piece.payload),
-                    payload_hash(piece.payload) if piece.payload else b"",
-                    piece.content_hash,
-                    piece.base_hash,
-                )
-            )
-            offset += len(piece.payload)
-        return entries
+        bucket = writer.retry.call(put) if payloads else None
+        with self._lock:
+            index, offset = len(self._buckets), 0
+            if bucket is not None:
+                self._buckets.append(bucket)
+            for chunk in chunks:
+                size = len(chunk.payload)
+                place = (index, offset, size, payload_hash(chunk.payload)) if size else (0, 0, 0, b"")
+                tensor, region = self._tensors[chunk.region.tensor], chunk.region
+                hashes = chunk.content_hash, chunk.base_hash
+                self._chunks.append(ChunkEntry(tensor, region.start, region.stop, *place, *hashes))
+                offset += size
+        return bucket.size_bytes if bucket is not None else 0
 
     # Several ranks
 
-    def part(self) -> Part:
-        """What this rank has pushed."""
+    def rank_manifest(self) -> RankManifest:
+        """Return what this rank has pushed."""
         with self._lock:
-            return Part(self._writer.rank, list(self._buckets), list(self._pieces))
+            return RankManifest(self._writer.rank, list(self._buckets), list(self._chunks))
 
-    def leave_part(self) -> None:
-        """Leave the part in the relay, for the rank that commits; this rank is done with the draft."""
+    def put_rank_manifest(self) -> None:
+        """Leave this rank's manifest in the relay for the rank that commits, and end this draft."""
         writer = self._writer
-        key = writer.names.part(self.folder, writer.rank)
-        if not writer.put_record(key, self.part()):
+        key = writer.names.rank_manifest(self.folder, writer.rank)
+        if not writer.put_signed(key, self.rank_manifest()):
             raise Fenced(f"another trainer wrote `{key}`", hint="stop one of the two trainers")
         writer._open.discard(self.folder)
 
-    def collect_parts(self, ranks: Iterable[int], patience: Patience | None = None) -> None:
-        """Wait until these ranks have left their parts, and take them. Raises Unavailable if one does not in time."""
-        patience = patience or self._writer.patience
-        for rank in sorted(set(ranks) - {self._writer.rank} - {part.rank for part in self._others}):
-            self._others.append(patience.call(partial(self._part_of, rank)))
+    def collect_rank_manifests(self, ranks: Iterable[int], retry: RetryPolicy | None = None) -> None:
+        """Wait for the manifests of these ranks, and take them. Raises Unavailable if one does not come in time."""
+        for rank in sorted(set(ranks) - {self._writer.rank} - {other.rank for other in self._others}):
+            key = self._writer.names.rank_manifest(self.folder, rank)
 
-    def _part_of(self, rank: int, trial: int) -> Part:
-        part = self._writer.read_record(self._writer.names.part(self.folder, rank), Part)
-        if part is None:
-            raise Unavailable(f"rank {rank} has not pushed its part of version {self.folder.version}")
-        return part
+            def read(rank: int = rank, key: str = key) -> RankManifest:
+                known = self._writer.read_signed(key, RankManifest)
+                if known is None:
+                    raise Unavailable(f"rank {rank} has not pushed its part of version {self.folder.version}")
+                return known
+
+            self._others.append((retry or self._writer.retry).call(read))
 
     # The end
 
     def commit(self) -> Manifest:
-        """Write the manifest: now the link exists. Raises Fenced if another trainer has taken over."""
+        """Write the manifest: now the record exists. Raises Fenced if another trainer has taken over."""
         writer = self._writer
         manifest = check_manifest(self._manifest(), run=writer.names.run, expected=writer.tensors)
         writer.check_fence()
         key = writer.names.manifest(self.folder)
-        if not writer.put_record(key, manifest):
+        if not writer.put_signed(key, manifest):
             raise Fenced(f"another trainer wrote `{key}`", hint="stop one of the two trainers")
         writer._committed(self, manifest)
         return manifest
 
     def abandon(self) -> None:
-        """Leave what was pushed to the next sweep; nothing if it is committed."""
+        """Leave what was pushed to the next sweep; do nothing if it is committed."""
         self._writer._open.discard(self.folder)
 
     def _manifest(self) -> Manifest:
         tensors = [TensorEntry(tensor.name, tensor.dtype, tensor.shape) for tensor in self._writer.tensors]
         buckets: list[BucketEntry] = []
-        pieces: list[PieceEntry] = []
-        for part in [self.part(), *self._others]:
-            pieces += [_moved(piece, len(buckets)) for piece in part.pieces]
+        chunks: list[ChunkEntry] = []
+        for part in [self.rank_manifest(), *self._others]:
+            for chunk in part.chunks:  # buckets are counted within each rank's manifest
+                bucket = chunk.bucket + len(buckets) if chunk.length else chunk.bucket
+                chunks.append(msgspec.structs.replace(chunk, bucket=bucket))
             buckets += part.buckets
         version = self.folder.version
         return Manifest(
@@ -408,10 +385,6 @@ class Draft:
             codec=self._writer.codec.name,
             tensors=tensors,
             buckets=buckets,
-            pieces=pieces,
-            version_hash=version_hash(tensors, pieces),
+            chunks=chunks,
+            version_hash=version_hash(tensors, chunks),
         )
-
-
-def _moved(piece: PieceEntry, buckets: int) -> PieceEntry:
-    return msgspec.structs.replace(piece, bucket=piece.bucket + buckets) if piece.length else piece

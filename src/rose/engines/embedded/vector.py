@@ -1,27 +1,28 @@
-"""The few inner loops that must be both fast and exact, written as LLVM vector code for numba.
+"""The inner loops that must be both fast and exact, as LLVM vector code for numba (docs/engine.md says why).
 
-Everything hot in a transformer step is one loop: rows of activations times panels of sixteen weight columns.
-`tile` emits that loop with its accumulators in registers. Each output element is one chain of fused
-multiply-adds over k in rising order, whatever the number of rows or panels around it; so an element does not
-depend on the batch it was computed in, bit for bit, and batch invariance costs nothing. Weights are read
-either as float32 or as pairs of bfloat16 (two consecutive k in one 32-bit lane: low half, high half), which
-halves the memory traffic of small batches.
+`tiles` emits rows of activations times panels of sixteen weight columns, with the sums in registers. Each output
+element is one chain of fused multiply-adds over k in rising order; the other loops add sixteen partial sums in a fixed
+order. So no element depends on the batch around it, bit for bit; no fast-math flag is set. Weights are float32, or
+pairs of bf16 (two consecutive k in one 32-bit lane: low half, high half).
 
-The other loops (norm, activation, softmax) keep sixteen partial sums in fixed lanes and add them up in a
-fixed order, for the same reason. LLVM may not reorder any of it: no fast-math flag is set.
-
-All addresses are integers and all strides are bytes. Lengths are multiples of 16; callers pad with zeros.
+All addresses are integers, all strides are bytes. Lengths are multiples of 16; callers pad with zeros.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from rose.numba_cache import NumbaCache
+
+KERNELS = NumbaCache(Path(__file__).parent, "kernels")
+entry, inner, callback = KERNELS.entry, KERNELS.inner, KERNELS.callback  # the decorators of the engine's functions
 
 LANES = 8
 PANEL = 16  # columns of one panel: two vectors
@@ -48,7 +49,7 @@ def _splat_i(value: int) -> ir.Constant:
 
 
 class _Emitter:
-    """Vector operations on one builder, so that the kernels below read like arithmetic."""
+    """Vector operations on one builder."""
 
     def __init__(self, builder: Any) -> None:
         self.b = builder
@@ -81,7 +82,7 @@ class _Emitter:
         return self.b.shuffle_vector(first, ir.Constant(_VF, ir.Undefined), ir.Constant(_VI, [0] * LANES))
 
     def loop(self, count: Any, step: int, start: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-        """`count` is at least `step` and a multiple of it; carries `start` through `body`."""
+        """Emit a loop that carries `start` through `body`; `count` is at least `step` and a multiple of it."""
         b, before = self.b, self.b.block
         head, after = b.append_basic_block("loop"), b.append_basic_block("after")
         b.branch(head)
@@ -103,7 +104,7 @@ class _Emitter:
         return results
 
     def lane_sum(self, low: Any, high: Any) -> Any:
-        """Sixteen lanes to one number, always in the same order."""
+        """Add sixteen lanes, always in the same order."""
         total = self.b.fadd(low, high)
         for width in (4, 2, 1):
             mask = ir.Constant(_VI, [(lane + width) % LANES for lane in range(LANES)])
@@ -123,7 +124,7 @@ class _Emitter:
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
     def exp(self, x: Any) -> Any:
-        """e**x within 2 units in the last place: 2**n times a polynomial on [-ln2/2, ln2/2].
+        """Return e**x within 2 units in the last place: 2**n times a polynomial on [-ln2/2, ln2/2].
 
         Below -87 the result is exactly zero, so that masked attention scores weigh nothing.
         """
@@ -186,7 +187,7 @@ def _emit_tile(rows: int, panels: int, bf16: bool) -> Callable[..., None]:
     vectors = 2 * panels
 
     def weights(e: _Emitter, base: Any) -> tuple[list[Any], list[Any]]:
-        """The vectors of one panel for two consecutive k."""
+        """Return the vectors of one panel for two consecutive k."""
         if not bf16:
             return [e.load(base, 32 * v) for v in range(2)], [e.load(base, 64 + 32 * v) for v in range(2)]
         pairs = [e.load(base, 32 * v, _VI) for v in range(2)]
@@ -227,7 +228,7 @@ def _emit_tile(rows: int, panels: int, bf16: bool) -> Callable[..., None]:
 
 
 def tiles(panels_by_rows: dict[int, int], bf16: bool) -> Any:
-    """c = start + a @ w for one tile; the first argument picks the tile by its rows.
+    """Return the kernel of c = start + a @ w for one tile; its first argument picks the tile by its rows.
 
     Arguments: rows, a, a_stride, w, w_stride (from panel to panel), k (even), start, start_stride, c, c_stride,
     ahead (bytes from these weights to those needed next, which are fetched meanwhile).

@@ -1,12 +1,12 @@
-"""How long a step takes on a device we do not have here: a few constants per (device, model), kept in JSON files.
+"""Step profiles: how long a step takes on a device that is not here, by constants per (device, model) in JSON files.
 
     compute = per_new_token_s x new_tokens + per_new_by_context_s x new_by_context + per_sequence_s x sequences
     memory  = weights_read_s + per_kv_read_token_s x kv_read_tokens
     step    = fixed_s + per_new_token_exchange_s x new_tokens + (compute + memory, or the larger of the two)
 
-A measured profile adds compute and memory up: on one core they do not overlap, and the fit decides what belongs
-where. A `roofline` profile takes the larger one: an accelerator reads while it computes. The file's `source` says
-where every constant comes from. A tensor-parallel group counts as one device, and its constants are the group's.
+A measured profile adds compute and memory: on one core they do not overlap. A `roofline` profile takes the larger one:
+an accelerator reads while it computes. The file's `source` says where every constant comes from. A tensor-parallel
+group counts as one device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROFILE_BYTES_MAX = 1 << 20  # the ones that ship have a few kilobytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
-    """Step costs and memory of one device with one model."""
+    """The step costs and memory of one device with one model."""
 
     name: Name
     what: Text
@@ -69,7 +69,7 @@ class StepProfile:
         return self.kv_memory_bytes // max(1, self.block_bytes)
 
     def step_s(self, features: StepFeatures) -> float:
-        """Duration of a step of this shape; an empty step takes no time."""
+        """Return the duration of a step of this shape; an empty step takes no time."""
         if features.sequences == 0:
             return 0.0
         compute_s = (
@@ -87,38 +87,31 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name_or_path: str | Path) -> StepProfile:
-    """A profile that ships with ROSE, by name, or any file of the same format, by path."""
+    """Return a profile that ships with ROSE, by name, or any file of the same format, by path."""
     path = Path(name_or_path)
     if path.suffix != ".json" and path.name == str(name_or_path):
         path = FOLDER / f"{name_or_path}.json"
     try:
         with path.open("rb") as file:
-            return _parse(path, file.read(PROFILE_BYTES_MAX + 1))
+            text = file.read(PROFILE_BYTES_MAX + 1)
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise _unknown(str(name_or_path)) from error
-
-
-def write_profile(profile: StepProfile, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
-
-
-def _parse(path: Path, text: bytes) -> StepProfile:
+        known = profile_names()
+        nearest = difflib.get_close_matches(str(name_or_path), known, n=1, cutoff=0.0)
+        hint = f"did you mean {nearest[0]!r}? known: {', '.join(known)}" if nearest else None
+        raise ConfigError(f"there is no step profile {str(name_or_path)!r}", hint=hint) from error
     if len(text) > PROFILE_BYTES_MAX:
         raise ConfigError(f"{path} is not a step profile: it has more than {PROFILE_BYTES_MAX} bytes")
     try:
         document: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
-        known = {constant.name for constant in fields(StepProfile)}
-        for key in document.keys() - known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{path}: unknown key {key!r}", hint=f"did you mean {nearest!r}?")
+        names = {constant.name for constant in fields(StepProfile)}
+        for key in document.keys() - names:
+            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
+            raise ConfigError(f"{path}: unknown key {key!r}", hint=f"did you mean {nearest[0]!r}?")
         return msgspec.convert(document, StepProfile)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} is not a step profile: {error}", hint="compare it with the ones ROSE ships"
-        ) from error
+        hint = "compare it with the ones ROSE ships"
+        raise ConfigError(f"{path} is not a step profile: {error}", hint=hint) from error
 
 
-def _unknown(name: str) -> ConfigError:
-    nearest = difflib.get_close_matches(name, profile_names(), n=1, cutoff=0.0)
-    hint = f"did you mean {nearest[0]!r}? known: {', '.join(profile_names())}" if nearest else None
-    return ConfigError(f"there is no step profile {name!r}", hint=hint)
+def write_profile(profile: StepProfile, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")

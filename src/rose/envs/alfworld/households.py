@@ -1,19 +1,9 @@
-"""Households of our own: rooms with a task, drawn by a seed, always solvable, with the way to solve them.
+"""Households of our own: rooms with a task of ALFWorld's six kinds, drawn by a seed, always solvable.
 
-ALFWorld's games come from a data set of scenes. These need none: a seed draws a room, puts things in it, and one task
-of ALFWorld's six kinds. The task is made around a thing that exists and a place that can take it, so there is always a
-way to solve it (`expert` says which). `problem` writes the household in PDDL for ALFWorld's own domain, so that the
-game itself, its rules and its texts, are ALFWorld's.
-
-    kind    task                                     ALFWorld's name
-    place   put a mug in shelf                       pick_and_place_simple
-    clean   put a clean mug in shelf                 pick_clean_then_place_in_recep
-    heat    put a hot mug in shelf                   pick_heat_then_place_in_recep
-    cool    put a cool mug in shelf                  pick_cool_then_place_in_recep
-    light   look at book under the desklamp          look_at_obj_in_light
-    two     put two mug in shelf                     pick_two_obj_and_place
-
-No thing is where the task wants it at the beginning, and every door is closed.
+ALFWorld's games come from a data set of scenes; these need none. The task is made around a thing that exists and a
+place that can take it, so there is always a way (`expert` knows it). No thing is where the task wants it at the
+beginning, and every door is closed. `problem` writes the household in PDDL for ALFWorld's own domain, whose rules and
+texts then play it. A *place* is a receptacle, which never moves; a *thing* is an object that can be carried.
 """
 
 from __future__ import annotations
@@ -22,9 +12,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from rose.envs.alfworld.rooms import CLEANABLE, COOLABLE, HEATABLE, LAMP, LAMP_PLACES, ROOMS, Place, things_of
-
-KINDS = {
+KINDS = {  # of tasks, by ALFWorld's names
     "place": "pick_and_place_simple",
     "clean": "pick_clean_then_place_in_recep",
     "heat": "pick_heat_then_place_in_recep",
@@ -33,7 +21,6 @@ KINDS = {
     "two": "pick_two_obj_and_place",
 }
 TOOLS = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
-ABLE = {"clean": CLEANABLE, "heat": HEATABLE, "cool": COOLABLE}
 TASKS = {
     "place": "put a {thing} in {goal}",
     "clean": "put a clean {thing} in {goal}",
@@ -45,10 +32,63 @@ TASKS = {
 PLACES_MIN, PLACES_MAX = 4, 20
 THINGS_MAX = 40
 
+# What stands in a room, and what may lie on it. The short lists keep rooms plausible: no pillow lies in a fridge.
+FOOD = ("apple", "tomato", "potato", "egg", "bread", "lettuce")
+VESSELS = ("mug", "cup", "plate", "bowl")
+PANS = ("pan", "pot")
+CUTLERY = ("fork", "spoon", "spatula")
+SHAKERS = ("saltshaker", "peppershaker")
+SMALL = ("pen", "pencil", "watch", "keychain", "creditcard", "cellphone", "cd")
+LARGE = ("book", "laptop", "pillow", "newspaper", "alarmclock", "box")
+
+# What a thing can become; ALFWorld's domain asks for it before the act.
+CLEANABLE = frozenset((*VESSELS, *PANS, *CUTLERY, "apple", "tomato", "potato", "egg", "lettuce"))
+HEATABLE = frozenset(("apple", "tomato", "potato", "egg", "bread", "mug", "cup", "plate"))
+COOLABLE = frozenset((*FOOD, *VESSELS, *PANS))
+ABLE = {"clean": CLEANABLE, "heat": HEATABLE, "cool": COOLABLE}
+LAMP = "desklamp"
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceKind:
+    """One kind of place: what may lie there, whether it has a door, and how many of it a room has at most."""
+
+    holds: tuple[str, ...]
+    is_openable: bool = False
+    count_max: int = 1
+
+
+KITCHEN: dict[str, PlaceKind] = {
+    "countertop": PlaceKind((*FOOD, *VESSELS, *PANS, *CUTLERY, *SHAKERS), count_max=2),
+    "diningtable": PlaceKind((*FOOD, *VESSELS, *PANS, *CUTLERY, *SHAKERS)),
+    "cabinet": PlaceKind((*VESSELS, *PANS, *SHAKERS), is_openable=True, count_max=4),
+    "drawer": PlaceKind((*CUTLERY, *SHAKERS), is_openable=True, count_max=3),
+    "shelf": PlaceKind((*VESSELS, *SHAKERS), count_max=2),
+    "fridge": PlaceKind((*FOOD, *VESSELS, *PANS), is_openable=True),
+    "microwave": PlaceKind(("apple", "tomato", "potato", "egg", "bread", "mug", "cup", "plate"), is_openable=True),
+    "sinkbasin": PlaceKind((*VESSELS, *PANS, *CUTLERY, "apple", "tomato", "potato", "egg", "lettuce")),
+    "stoveburner": PlaceKind(PANS, count_max=2),
+    "coffeemachine": PlaceKind(("mug",)),
+    "garbagecan": PlaceKind(FOOD),
+}
+BEDROOM: dict[str, PlaceKind] = {
+    "desk": PlaceKind((*SMALL, *LARGE, "mug"), count_max=2),
+    "sidetable": PlaceKind((*SMALL, *LARGE, "mug"), count_max=2),
+    "dresser": PlaceKind((*SMALL, "book", "alarmclock", "box")),
+    "drawer": PlaceKind((*SMALL, "book", "newspaper"), is_openable=True, count_max=4),
+    "cabinet": PlaceKind(("book", "box", "cd"), is_openable=True, count_max=2),
+    "shelf": PlaceKind((*SMALL, "book", "alarmclock", "box"), count_max=3),
+    "bed": PlaceKind(("book", "laptop", "pillow", "cellphone", "newspaper")),
+    "armchair": PlaceKind(("pillow", "newspaper", "box", "laptop")),
+    "safe": PlaceKind(("cd", "creditcard", "keychain", "watch"), is_openable=True),
+}
+ROOMS = {"kitchen": KITCHEN, "bedroom": BEDROOM}
+LAMP_PLACES = ("desk", "sidetable", "dresser")
+
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """`kind` is its name without the number; `at` is the name of the place where it lies at first."""
+    """One thing: `kind` is its name without the number, `at` the name of the place where it lies at first."""
 
     name: str
     kind: str
@@ -57,6 +97,8 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Household:
+    """A room with a task: what stands in it, and what lies there at first."""
+
     kind: str
     task: str
     places: dict[str, str]  # name -> kind, such as "cabinet 2" -> "cabinet"
@@ -67,111 +109,84 @@ class Household:
 
 
 def draw_household(seed: int, kinds: tuple[str, ...], places: int = 7, things: int = 8) -> Household:
-    """The household of this seed: a task of one of these kinds, in a room of so many places with so many things."""
-    return _Drawing(random.Random(f"household/{seed}"), kinds, places, things).household()
+    """Return the household of this seed: a task of one of these kinds, in a room of that many places and things."""
+    dice, numbers = random.Random(f"household/{seed}"), Counter[str]()
+
+    def numbered(kind: str) -> str:
+        numbers[kind] += 1
+        return f"{kind} {numbers[kind]}"
+
+    kind = dice.choice(kinds)
+    name = "kitchen" if kind in TOOLS else "bedroom" if kind == "light" else dice.choice(sorted(ROOMS))
+    room = ROOMS[name]
+    holders = {
+        thing: [name for name, place in room.items() if thing in place.holds]
+        for thing in sorted({thing for place in room.values() for thing in place.holds})
+    }
+    target, goal = _draw_task(dice, kind, holders)
+    source = dice.choice([holder for holder in holders[target] if holder != goal])
+
+    needed = list(dict.fromkeys(place for place in (goal, source, TOOLS.get(kind)) if place is not None))
+    spare = [each for each, place in room.items() for _ in range(place.count_max - (each in needed))]
+    dice.shuffle(spare)
+    names = sorted(numbered(each) for each in needed + spare[: max(0, places - len(needed))])
+    where = {name: name.rpartition(" ")[0] for name in names}
+
+    drawn = []
+    copies = 2 if kind == "two" else 1
+    for _ in range(copies):
+        at = dice.choice([name for name, place in where.items() if place in holders[target] and place != goal])
+        drawn.append(Thing(numbered(target), target, at))
+    if kind == "light":
+        drawn.append(Thing(numbered(LAMP), LAMP, next(name for name, place in where.items() if place == goal)))
+    for _ in range(things - copies):  # none of the target's kind, so that the target must be looked for
+        at = dice.choice(list(where))
+        if others := [thing for thing in room[where[at]].holds if thing != target]:
+            other = dice.choice(others)
+            drawn.append(Thing(numbered(other), other, at))
+    openable = frozenset(name for name, place in where.items() if room[place].is_openable)
+    task = TASKS[kind].format(thing=target, goal=goal)
+    return Household(kind, task, where, openable, tuple(drawn), target, goal)
 
 
-class _Drawing:
-    """One household in the making."""
-
-    def __init__(self, dice: random.Random, kinds: tuple[str, ...], places: int, things: int) -> None:
-        self._dice, self._places_wanted, self._things_wanted = dice, places, things
-        self._kind = dice.choice(kinds)
-        self._room = ROOMS[self._room_name()]
-        self._tool = TOOLS.get(self._kind)
-        self._numbers: Counter[str] = Counter()
-
-    def household(self) -> Household:
-        target, goal = self._target_and_goal()
-        source = self._dice.choice([kind for kind in self._holders(target) if kind != goal])
-        places = self._places([kind for kind in (goal, source, self._tool) if kind is not None])
-        copies = 2 if self._kind == "two" else 1
-        free = [name for name, kind in places.items() if kind in self._holders(target) and kind != goal]
-        wanted = tuple(self._thing(target, self._dice.choice(free)) for _ in range(copies))
-        others = self._lamps(places, goal) + self._others(places, target)
-        openable = frozenset(name for name, kind in places.items() if self._room[kind].is_openable)
-        task = TASKS[self._kind].format(thing=target, goal=goal)
-        return Household(self._kind, task, places, openable, wanted + others, target, goal)
-
-    def _room_name(self) -> str:
-        if self._kind in TOOLS:
-            return "kitchen"
-        return "bedroom" if self._kind == "light" else self._dice.choice(sorted(ROOMS))
-
-    def _target_and_goal(self) -> tuple[str, str]:
-        """A thing that can become what is asked, and a kind of place for it that is not the only one."""
-        able = ABLE.get(self._kind)
-        targets = [
-            thing
-            for thing in things_of(self._room)
-            if (able is None or thing in able) and len(self._holders(thing)) >= 2 + (self._kind in TOOLS)
-        ]
-        target = self._dice.choice(targets)
-        if self._kind == "light":
-            return target, self._dice.choice(LAMP_PLACES)
-        return target, self._dice.choice([kind for kind in self._holders(target) if kind != self._tool])
-
-    def _holders(self, thing: str) -> list[str]:
-        return [kind for kind, place in self._room.items() if thing in place.holds]
-
-    def _places(self, needed: list[str]) -> dict[str, str]:
-        """The needed kinds once each, and others up to the number wanted, numbered as they come."""
-        kinds = list(dict.fromkeys(needed))
-        spare = [kind for kind, place in self._room.items() for _ in range(place.count_max - (kind in kinds))]
-        self._dice.shuffle(spare)
-        kinds += spare[: max(0, self._places_wanted - len(kinds))]
-        names = sorted(self._name(kind) for kind in kinds)
-        return {name: name.rpartition(" ")[0] for name in names}
-
-    def _lamps(self, places: dict[str, str], goal: str) -> tuple[Thing, ...]:
-        if self._kind != "light":
-            return ()
-        return (self._thing(LAMP, next(name for name, kind in places.items() if kind == goal)),)
-
-    def _others(self, places: dict[str, str], target: str) -> tuple[Thing, ...]:
-        """Things that are in the way. None of them is of the target's kind: that one is found, not guessed."""
-        found = []
-        for _ in range(self._things_wanted - (2 if self._kind == "two" else 1)):
-            at = self._dice.choice(list(places))
-            kinds = [thing for thing in self._room[places[at]].holds if thing != target]
-            if kinds:
-                found.append(self._thing(self._dice.choice(kinds), at))
-        return tuple(found)
-
-    def _thing(self, kind: str, at: str) -> Thing:
-        return Thing(self._name(kind), kind, at)
-
-    def _name(self, kind: str) -> str:
-        self._numbers[kind] += 1
-        return f"{kind} {self._numbers[kind]}"
+def _draw_task(dice: random.Random, kind: str, holders: dict[str, list[str]]) -> tuple[str, str]:
+    """Return a thing that can become what is asked, and a kind of place for it that is not the only one."""
+    able = ABLE.get(kind, holders.keys())
+    count_min = 2 + (kind in TOOLS)
+    target = dice.choice([thing for thing in holders if thing in able and len(holders[thing]) >= count_min])
+    if kind == "light":
+        return target, dice.choice(LAMP_PLACES)
+    return target, dice.choice([holder for holder in holders[target] if holder != TOOLS.get(kind)])
 
 
 # PDDL
 
 
 def problem(household: Household) -> str:
-    """The household as a problem of ALFWorld's domain."""
+    """Return the household as a problem of ALFWorld's domain."""
     room = next(room for room in ROOMS.values() if set(household.places.values()) <= set(room))
-    lines = ["(define (problem household) (:domain alfred)", "(:objects agent1 - agent", *_objects(household)]
-    lines += [")", "(:init (= (total-cost) 0) (atLocation agent1 loc_0)", *_init(household, room), ")"]
-    lines += [f"(:goal {_goal(household)})", "(:metric minimize (total-cost)))"]
-    return "\n".join(lines)
-
-
-def _objects(household: Household) -> list[str]:
-    """The types that the domain itself speaks of are there even if the room has none of them."""
+    # Types that the domain itself names exist even if the room has none of them.
     place_kinds = sorted({*household.places.values(), *TOOLS.values()})
     thing_kinds = sorted({thing.kind for thing in household.things} | {LAMP, "knife", "butterknife"})
-    return [
+    lines = [
+        "(define (problem household) (:domain alfred)",
+        "(:objects agent1 - agent",
         " ".join(f"loc_{number}" for number in range(len(household.places) + 1)) + " - location",
         " ".join(map(_id, household.places)) + " - receptacle",
         " ".join(_id(thing.name) for thing in household.things) + " - object",
         " ".join(map(_type, place_kinds)) + " - rtype",
         " ".join(map(_type, thing_kinds)) + " - otype",
+        ")",
+        "(:init (= (total-cost) 0) (atLocation agent1 loc_0)",
+        *_init(household, room),
+        ")",
+        f"(:goal {_goal(household)})",
+        "(:metric minimize (total-cost)))",
     ]
+    return "\n".join(lines)
 
 
-def _init(household: Household, room: dict[str, Place]) -> list[str]:
+def _init(household: Household, room: dict[str, PlaceKind]) -> list[str]:
     where = {name: f"loc_{number}" for number, name in enumerate(household.places, start=1)}
     lines = []
     for name, kind in household.places.items():
@@ -182,18 +197,12 @@ def _init(household: Household, room: dict[str, Place]) -> list[str]:
         name, at = _id(thing.name), _id(thing.at)
         lines.append(f"(objectType {name} {_type(thing.kind)}) (inReceptacle {name} {at})")
         lines.append(f"(wasInReceptacle {name} {at}) (objectAtLocation {name} {where[thing.at]})")
-        lines += [f"({word} {name})" for word in _abilities(thing.kind)]
+        abilities = ["pickupable", *(f"{verb}able" for verb, kinds in ABLE.items() if thing.kind in kinds)]
+        lines += [f"({ability} {name})" for ability in (["toggleable"] if thing.kind == LAMP else abilities)]
     kinds = sorted({thing.kind for thing in household.things} - {LAMP})
     for place in sorted(set(household.places.values())):
         lines += [f"(canContain {_type(place)} {_type(kind)})" for kind in kinds if kind in room[place].holds]
     return lines
-
-
-def _abilities(kind: str) -> list[str]:
-    if kind == LAMP:
-        return ["toggleable"]
-    able = {"cleanable": CLEANABLE, "heatable": HEATABLE, "coolable": COOLABLE}
-    return ["pickupable", *(word for word, kinds in able.items() if kind in kinds)]
 
 
 STATES = {"clean": "isClean", "heat": "isHot", "cool": "isCool"}

@@ -1,4 +1,4 @@
-"""The games of ALFWorld's own data set, when the user has it: `alfworld-download`, and ALFWORLD_DATA says where.
+"""The games of ALFWorld's own data set, if `alfworld-download` has fetched it and ALFWORLD_DATA names its folder.
 
 Held-out seeds play `valid_unseen`, whose rooms are in no other split. Where that is missing, or is itself trained on,
 every tenth task of the split is kept apart for them, with all of its trials.
@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 
 from rose.envs.alfworld.households import KINDS
-from rose.envs.base import HELD_OUT_SEEDS
+from rose.envs.environment import HELD_OUT_SEEDS
 from rose.errors import ConfigError
 
 FROM_VARIABLE = "ALFWORLD_DATA"
@@ -24,17 +24,21 @@ HELD_OUT_EVERY = 10  # tasks, of a split that has to do for both
 
 
 def official_game(folder: str, split: str, kinds: tuple[str, ...], seed: int) -> Path:
-    """The game of this seed: any one of its part of the games that is of these kinds and can be solved."""
-    found = _part(_data_folder(folder), split, kinds, is_held_out=seed >= HELD_OUT_SEEDS)
-    first = random.Random(f"official/{seed}").randrange(len(found))
-    for game in (*found[first:], *found[:first]):
-        if _is_solvable(game):
+    """Return the game of this seed: a solvable one of these kinds, from the seed's part of the games."""
+    games = _part(_data_folder(folder), split, kinds, is_held_out=seed >= HELD_OUT_SEEDS)
+    first = random.Random(f"official/{seed}").randrange(len(games))
+    for game in (*games[first:], *games[:first]):
+        try:
+            data = json.loads(game.read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(data, dict) and data.get("solvable") is True:
             return game
-    raise ConfigError(f"no game of {found[0].parts[-4]} in {_data_folder(folder)} is marked as solvable")
+    raise ConfigError(f"no game of {games[0].parts[-4]} in {_data_folder(folder)} is marked as solvable")
 
 
 def check_data(folder: str, split: str, kinds: tuple[str, ...]) -> None:
-    """Raises ConfigError if there is nothing to play."""
+    """Raise a ConfigError if there is nothing to play."""
     _part(_data_folder(folder), split, kinds, is_held_out=False)
 
 
@@ -48,7 +52,7 @@ def _data_folder(folder: str) -> Path:
 
 
 def _part(folder: Path, split: str, kinds: tuple[str, ...], *, is_held_out: bool) -> tuple[Path, ...]:
-    """What is trained on, or what is only evaluated on: no game is in both."""
+    """Return the games for training, or those only for evaluation: no game is in both."""
     games = _games(folder, split, kinds)
     if not games:
         hint = f"there should be {FOLDER}/{split}/TASK/TRIAL/game.tw-pddl; run alfworld-download"
@@ -65,20 +69,12 @@ def _part(folder: Path, split: str, kinds: tuple[str, ...], *, is_held_out: bool
 
 @functools.lru_cache(maxsize=8)
 def _games(folder: Path, split: str, kinds: tuple[str, ...]) -> tuple[Path, ...]:
-    """In the order of their names, so that a seed means the same game on every machine."""
+    """Return the games in the order of their names, so that a seed means the same game on every machine."""
     root = folder / FOLDER if (folder / FOLDER).is_dir() else folder
     tasks = tuple(f"{KINDS[kind]}-" for kind in kinds)
-    found = sorted(root.glob(f"{split}/*/*/game.tw-pddl"))
+    paths = sorted(root.glob(f"{split}/*/*/game.tw-pddl"))
     return tuple(
         path
-        for path in found
+        for path in paths
         if path.parts[-3].startswith(tasks) and not any(word in path.parts[-3] for word in LEFT_OUT)
     )
-
-
-def _is_solvable(game: Path) -> bool:
-    try:
-        data = json.loads(game.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(data, dict) and data.get("solvable") is True

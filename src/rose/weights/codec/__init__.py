@@ -2,10 +2,10 @@
 
     payload = encode(base, new)            # bytes, about 1/140 of the weights when 1 % of them changed
     apply(payload, base)                   # base is now new, bit for bit
-    apply(encode_full(new), anything)      # for who has no base
+    apply(encode_full(new), anything)      # needs no base
 
-`deltas` is whole arrays and threads; `format` the header and the directory; `kernels` one block, fast; `reference` the
-same, slow and obvious. docs/weights-format.md describes the bytes.
+`deltas` codes whole arrays in threads, `format` the header and the directory, `codec_kernels` one block. The tests
+compare it with a slow and obvious implementation. docs/weights-format.md describes the bytes.
 """
 
 from rose.weights.codec.deltas import Description, apply, describe, encode, encode_full

@@ -2,9 +2,8 @@
 
 Each element belongs to a class by the exponent of its *base*, which the receiver has. Changes are counted within their
 class: a rank is how many elements of the class come before. Bounds between classes are exponents, chosen so that every
-class has about as many changes; sparser classes then have longer gaps, and each its own code.
-
-Classes are kept as one bit per element, 64 elements in a word, one row of words per class.
+class has about as many changes; sparser classes have longer gaps, and each class its own code. Classes are kept as one
+bit per element, 64 elements in a word, one row of words per class.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.weights.codec.compiling import inlined, inner
 from rose.weights.codec.format import CLASSES, Elements
 from rose.weights.codec.prefix_codes import Numbers
-from rose.weights.codec.words import LANES, below, ones, whole
+from rose.weights.codec.words import LANES, below, inlined, inner, ones, whole
 
 Changes = NDArray[np.int32]
 Masks = NDArray[np.int64]
@@ -28,7 +26,7 @@ def group_count(elements: int) -> int:
 
 @inner
 def choose_bounds(base: Elements, positions: Changes, mantissa: int, exponent: int) -> Numbers:
-    """Class c has the exponents from bound c to before bound c + 1."""
+    """Return the bounds: class c has the exponents from bound c to before bound c + 1."""
     exponents = 1 << exponent
     counts = np.zeros(exponents, np.int64)
     for j in range(positions.shape[0]):
@@ -72,7 +70,7 @@ def fill_masks(elements: Elements, bounds: Numbers, mantissa: int, exponent: int
 def rank_changes(
     positions: Changes, steps: Changes, masks: Masks, ranks: Changes, rank_steps: Changes
 ) -> tuple[Numbers, Numbers]:
-    """Ranks and steps, class after class; where each class starts among them, and how many elements it has."""
+    """Fill ranks and steps, class after class; return where each class starts, and how many elements it has."""
     starts = np.zeros(CLASSES + 1, np.int64)
     for j in range(positions.shape[0]):
         starts[_class_of(masks, whole(positions[j])) + 1] += 1
@@ -107,7 +105,7 @@ def _class_of(masks: Masks, position: int) -> int:
 
 @inlined
 def select(mask: int, rank: int) -> int:
-    """The place of the bit that has `rank` set bits below it; the mask has more than that."""
+    """Return the place of the bit that has `rank` set bits below it; the mask has more than that."""
     place, width = 0, LANES // 2
     while width:
         below_half = ones(mask & ((whole(1) << width) - 1))

@@ -1,4 +1,4 @@
-"""What a payload looks like: header, block directory, modes and the constants both implementations share.
+"""The payload format: header, block directory, modes and constants.
 
 A payload is a header, a directory with one entry per block, and the bodies of the blocks one after another. Elements
 are cut into blocks of equal size (the last may be shorter), each coded on its own, so blocks can be decoded in any
@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,6 @@ CLASSES = 3  # of magnitudes, when changes are coded by class: two gain 18 %, th
 CONTEXT_HEAD_BYTES = 5 * CLASSES  # their number, the bounds between them, the size of each part
 CONTEXT_CHANGES_MIN = 64  # below, tables and sizes cost more than classes gain
 
-
 Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
 Body: TypeAlias = bytes | memoryview
 
@@ -54,14 +53,14 @@ class CodecError(RoseError):
 
 
 class Kind(enum.IntEnum):
-    """What a payload needs: a delta needs its base, a full one nothing."""
+    """The kind of a payload: a delta needs its base, a full one nothing."""
 
     DELTA = 0
     FULL = 1
 
 
 class Mode(enum.IntEnum):
-    """How one block is coded."""
+    """The coding of one block."""
 
     UNCHANGED = 0
     SPARSE = 1
@@ -73,7 +72,7 @@ class Mode(enum.IntEnum):
 
 
 class ElementType(enum.IntEnum):
-    """How the bits of an element are to be read; numpy holds them as unsigned integers."""
+    """The reading of an element's bits, which numpy holds as unsigned integers."""
 
     BF16 = 1
     FP16 = 2
@@ -97,7 +96,7 @@ class ElementType(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PayloadLayout:
     """A parsed header and directory. `offsets` has one entry more than there are blocks."""
 
     kind: Kind
@@ -107,33 +106,14 @@ class Layout:
     modes: NDArray[np.int64]
     offsets: NDArray[np.int64]
 
-    @property
-    def blocks(self) -> int:
-        return len(self.modes)
-
     def span(self, block: int) -> tuple[int, int]:
-        """The first element of a block and the one after its last."""
+        """Return the first element of a block and the one after its last."""
         first = block * self.block_elements
         return first, min(first + self.block_elements, self.elements)
 
 
-class Blocks(Protocol):
-    """Codes single blocks; `reference` and `kernels` are two of them that agree on every byte. Not thread-safe."""
-
-    def encode(self, base: Elements, new: Elements) -> tuple[Mode, Body]: ...
-
-    def encode_full(self, new: Elements) -> tuple[Mode, Body]: ...
-
-    def apply(self, mode: Mode, body: Body, destination: Elements, elements: int, first: int) -> bool:
-        """Decode a block of so many elements into the part of it that begins at `first`. False: not a valid body.
-
-        A CONTEXT block needs the whole of its base: its part is all of it.
-        """
-        ...
-
-
 def typical_symbol_counts() -> list[int]:
-    """The code for symbols that blocks use when one of their own is not worth sending: gaps at random, steps small."""
+    """Return the counts behind the code of blocks that send none of their own: gaps at random, small steps."""
     counts = [0] * (KINDS * ROW)
     weight = 1 << 20
     for high in range(ROW):
@@ -144,42 +124,16 @@ def typical_symbol_counts() -> list[int]:
 
 
 def typical_token_counts() -> list[int]:
-    """The same for tokens: every doubling of the size makes a step half as likely. The last place is not a token."""
+    """Return the same for tokens: a step of twice the size is half as likely. The last place is not a token."""
     return [((1 << 20) >> (token // 2)) + 1 for token in range(ROW - 1)] + [0]
-
-
-def smaller(coded: tuple[Mode, Body], full: tuple[Mode, Body]) -> tuple[Mode, Body]:
-    """Of two bodies for one block. Encoders try the full one once the other is over half the block's size."""
-    return coded if len(coded[1]) <= len(full[1]) else full
 
 
 def block_count(elements: int, block_elements: int) -> int:
     return -(-elements // block_elements)
 
 
-def low_bits(elements: int, changes: int) -> int:
-    """How many bits of a gap are written as they are, so that the mean of the rest lies between 2 and 8.
-
-    Within 2**low_bits neighbours a change is all but equally likely, so coding these bits would gain nothing.
-    """
-    return max(0, (elements // changes).bit_length() - 3)
-
-
-def far_bits(elements: int, low: int) -> int:
-    """The width of the high part of a gap when it is written out."""
-    return ((elements - 1) >> low).bit_length()
-
-
-def pack_header(kind: Kind, element_type: ElementType, elements: int, block_elements: int) -> bytes:
-    return HEADER.pack(MAGIC, VERSION, kind, element_type, 0, elements, block_elements)
-
-
-def pack_entry(mode: int, size_bytes: int) -> bytes:
-    return int(mode << SIZE_BITS | size_bytes).to_bytes(ENTRY_BYTES, "little")
-
-
-def parse(payload: bytes | bytearray | memoryview) -> Layout:
-    """Header and directory, checked against each other and against the payload's length."""
+def parse(payload: bytes | bytearray | memoryview) -> PayloadLayout:
+    """Return header and directory, checked against each other and against the payload's length."""
     if len(payload) < HEADER.size:
         raise CodecError(f"a weight payload of {len(payload)} bytes is shorter than its header")
     magic, version, kind, element_type, spare, elements, block_elements = HEADER.unpack_from(payload)
@@ -195,25 +149,12 @@ def parse(payload: bytes | bytearray | memoryview) -> Layout:
     if HEADER.size + ENTRY_BYTES * blocks > len(payload):
         raise CodecError(f"a weight payload of {len(payload)} bytes is too short for {blocks} blocks")
     entries = np.frombuffer(payload, "<u4", blocks, HEADER.size).astype(np.int64)
-    layout = Layout(Kind(kind), ElementType(element_type), elements, block_elements, entries >> SIZE_BITS,
-                    _offsets(entries & ((1 << SIZE_BITS) - 1)))  # fmt: skip
-    _check_directory(layout, len(payload))
-    return layout
-
-
-def _offsets(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    offsets = np.empty(len(sizes) + 1, np.int64)
-    offsets[0] = HEADER.size + ENTRY_BYTES * len(sizes)
-    np.cumsum(sizes, out=offsets[1:])
-    offsets[1:] += offsets[0]
-    return offsets
-
-
-def _check_directory(layout: Layout, payload_bytes: int) -> None:
-    if layout.offsets[-1] != payload_bytes:
-        raise CodecError(f"a weight payload of {payload_bytes} bytes whose blocks end at {layout.offsets[-1]}")
-    if np.any(layout.modes > max(Mode)):
+    modes, sizes = entries >> SIZE_BITS, entries & ((1 << SIZE_BITS) - 1)
+    offsets = np.concatenate(([0], np.cumsum(sizes))) + HEADER.size + ENTRY_BYTES * blocks
+    if offsets[-1] != len(payload):
+        raise CodecError(f"a weight payload of {len(payload)} bytes whose blocks end at {offsets[-1]}")
+    if np.any(modes > max(Mode)):
         raise CodecError("a weight payload with a block of unknown mode")
-    needs_base = np.isin(layout.modes, [Mode.UNCHANGED, Mode.SPARSE, Mode.BITMAP, Mode.CONTEXT])
-    if layout.kind == Kind.FULL and np.any(needs_base):
+    if kind == Kind.FULL and np.isin(modes, [Mode.UNCHANGED, Mode.SPARSE, Mode.BITMAP, Mode.CONTEXT]).any():
         raise CodecError("a full weight payload with a block that needs a base")
+    return PayloadLayout(Kind(kind), ElementType(element_type), elements, block_elements, modes, offsets)

@@ -1,4 +1,4 @@
-"""The encoder, compiled: one block in, the smallest body out.
+"""The compiled encoder: one block in, the smallest body out.
 
 A block is read once. `_collect` compares 64 elements at a time and keeps position and step of every change; all else
 works on these lists, which stay in cache. Counts give the exact size of every mode before a bit is written, so only the
@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.weights.codec.compiling import entry, inlined, inner
 from rose.weights.codec.contexts import choose_bounds, fill_masks, group_count, rank_changes
 from rose.weights.codec.format import (
     CLASSES,
@@ -36,7 +35,17 @@ from rose.weights.codec.prefix_codes import (
     put,
     put_lengths,
 )
-from rose.weights.codec.words import LANES, differing, leading_zeros, store_word, trailing_zeros, whole
+from rose.weights.codec.words import (
+    LANES,
+    differing,
+    entry,
+    inlined,
+    inner,
+    leading_zeros,
+    store_word,
+    trailing_zeros,
+    whole,
+)
 
 Changes = NDArray[np.int32]
 
@@ -51,7 +60,7 @@ def _bit_length(value: int) -> int:
 
 @inner
 def _collect(base: Elements, new: Elements, half: int, positions: Changes, steps: Changes) -> int:
-    """Position and wrapped difference of every change; returns how many. `half` is half the numbers of a type."""
+    """Fill position and wrapped difference of every change; return how many. `half` is half of the type's range."""
     elements, found, first = base.shape[0], 0, 0
     while first + LANES <= elements:
         mask = differing(base, new, first)
@@ -72,7 +81,7 @@ def _collect(base: Elements, new: Elements, half: int, positions: Changes, steps
 
 @inlined
 def _token(size: int) -> int:
-    """Sizes 1, 2 and 3 are tokens 0 to 2; from 4 on there are two tokens to every doubling."""
+    """Return the token of a size: 1, 2 and 3 are tokens 0 to 2; from 4 on every doubling has two tokens."""
     if size <= LARGE:
         return size - 1
     octave = _bit_length(size) - 1
@@ -81,13 +90,13 @@ def _token(size: int) -> int:
 
 @inlined
 def _raw_bits(token: int) -> int:
-    """How many bits of a size follow its token."""
+    """Return how many bits of a size follow its token."""
     return 0 if token < LARGE else ((token - LARGE) >> 1) + 1
 
 
 @inner
 def _classify(positions: Changes, steps: Changes, low: int, symbols: Bytes, counts: Numbers, tokens: Numbers) -> int:
-    """The symbol of every change, and how often each symbol and token occurs; returns the number of raw size bits."""
+    """Fill the symbol of every change and the counts of symbols and tokens; return the number of raw size bits."""
     previous, raw = -1, 0
     for j in range(positions.shape[0]):
         position = whole(positions[j])
@@ -107,24 +116,8 @@ def _classify(positions: Changes, steps: Changes, low: int, symbols: Bytes, coun
 
 
 @inner
-def _far_count(counts: Numbers) -> int:
-    total = 0
-    for kind in range(KINDS):
-        total += counts[kind * ROW + FAR]
-    return total
-
-
-@inner
-def _all_tokens(counts: Numbers, large: Numbers) -> Numbers:
-    tokens = large.copy()
-    for symbol in range(LARGE * ROW):
-        tokens[symbol // ROW] += counts[symbol]
-    return tokens
-
-
-@inner
 def _choose_lengths(counts: Numbers, given: Bytes, lengths: Bytes) -> tuple[int, bool]:
-    """The cheaper of the given lengths and own ones that must be sent: bits in all, and whether they are own."""
+    """Choose the cheaper of the given lengths and own ones, which must be sent; return the bits, and whether own."""
     code_lengths(counts, lengths)
     own = dot(counts, lengths) + lengths_bits(lengths)
     as_given = dot(counts, given)
@@ -139,7 +132,7 @@ def _plan(
     positions: Changes, steps: Changes, elements: int, given: Bytes, given_tokens: Bytes,
     symbols: Bytes, counts: Numbers, large: Numbers, lengths: Bytes, large_lengths: Bytes,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Everything about a sparse body but the writing: its size, its flags, and how many raw size bits it has."""
+    """Plan a sparse body; return its size, its flags, and how many raw size bits it has."""
     changes = positions.shape[0]
     low = max(0, _bit_length(elements // changes) - 3)
     far = _bit_length((elements - 1) >> low)
@@ -148,7 +141,10 @@ def _plan(
     raw = _classify(positions, steps, low, symbols, counts, large)
     symbol_bits, own_symbols = _choose_lengths(counts, given, lengths)
     large_bits, own_large = _choose_lengths(large, given_tokens, large_lengths)
-    bits = symbol_bits + large_bits + changes * (low + 1) + _far_count(counts) * far + raw
+    far_count = 0
+    for kind in range(KINDS):
+        far_count += counts[kind * ROW + FAR]
+    bits = symbol_bits + large_bits + changes * (low + 1) + far_count * far + raw
     return SPARSE_HEAD_BYTES + ((bits + 7) >> 3), low | own_symbols << 6 | own_large << 7, raw
 
 
@@ -170,7 +166,7 @@ def encode_block(
     base: Elements, new: Elements, mantissa: int, exponent: int, contexts: bool, given: Bytes, given_tokens: Bytes,
     positions: Changes, steps: Changes, symbols: Bytes, out: Bytes,
 ) -> tuple[int, int]:  # fmt: skip
-    """Mode and size of the smallest body, which is in `out`; for FULL it is not: the caller has the array."""
+    """Write the smallest body to `out`, unless it is FULL; return its mode and size."""
     elements, full_bytes = base.shape[0], base.shape[0] * base.itemsize
     changes = _collect(base, new, 1 << (mantissa + exponent), positions, steps)
     if changes == 0:
@@ -181,8 +177,10 @@ def encode_block(
     sparse_bytes, flags, raw = _plan(
         positions, steps, elements, given, given_tokens, symbols, counts, large, lengths, large_lengths
     )
-    all_lengths = np.empty(ROW, np.uint8)
-    token_bits, own_tokens = _choose_lengths(_all_tokens(counts, large), given_tokens, all_lengths)
+    all_lengths, all_tokens = np.empty(ROW, np.uint8), large.copy()
+    for symbol in range(LARGE * ROW):
+        all_tokens[symbol // ROW] += counts[symbol]
+    token_bits, own_tokens = _choose_lengths(all_tokens, given_tokens, all_lengths)
     bitmap_bytes = 1 + ((elements + 7) >> 3) + ((token_bits + changes + raw + 7) >> 3)
 
     smallest = min(sparse_bytes, bitmap_bytes, full_bytes)
@@ -204,7 +202,7 @@ def _encode_context(
     base: Elements, positions: Changes, steps: Changes, mantissa: int, exponent: int, given: Bytes, given_tokens: Bytes,
     limit_bytes: int, out: Bytes,
 ) -> int:  # fmt: skip
-    """The size of a body with one sparse part per class, or 0 if it would not be below the limit."""
+    """Write a body with one sparse part per class; return its size, or 0 if it would not be below the limit."""
     changes = positions.shape[0]
     bounds = choose_bounds(base, positions, mantissa, exponent)
     masks = np.empty((CLASSES, group_count(base.shape[0])), np.int64)
@@ -294,7 +292,7 @@ def _write_bitmap(positions: Changes, steps: Changes, elements: int, own: bool, 
 
 @entry
 def encode_full_block(new: Elements, mantissa: int, exponent: int, out: Bytes) -> tuple[int, int]:
-    """Exponents by a prefix code, sign and mantissa as they are; as `encode_block` if that gains nothing."""
+    """Write exponents by a prefix code, sign and mantissa as they are; return mode and size like `encode_block`."""
     elements, full_bytes = new.shape[0], new.shape[0] * new.itemsize
     symbols = 1 << exponent
     counts = np.zeros(symbols, np.int64)

@@ -1,4 +1,4 @@
-"""Prefix codes, compiled: code lengths from counts, codes from lengths, tables to decode with, lengths on the wire.
+"""Compiled prefix codes: code lengths from counts, codes from lengths, decoding tables, lengths on the wire.
 
 A code is known by its lengths: symbols are numbered by (length, symbol), and each code is written lowest bit first, so
 that a decoder looks at the next CODE_BITS_MAX bits as one number. Lengths come from package-merge, which is optimal
@@ -15,9 +15,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.weights.codec.compiling import entry, inlined, inner
 from rose.weights.codec.format import CODE_BITS_MAX, ROW
-from rose.weights.codec.words import load_word, store_word, whole
+from rose.weights.codec.words import entry, inlined, inner, load_word, store_word, whole
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
@@ -31,12 +30,9 @@ _FIRST_GUESS = 6
 
 @inner
 def code_lengths(counts: Numbers, lengths: Bytes) -> None:
-    """Optimal lengths of at most CODE_BITS_MAX; 0 for symbols that do not occur, 1 for a symbol all alone.
-
-    Keys are put in order by hand: they are at most 256, and numba's own sort takes seconds to compile.
-    """
+    """Fill optimal lengths of at most CODE_BITS_MAX; 0 for symbols that do not occur, 1 for a single symbol."""
     lengths[:] = 0
-    keys = np.empty(counts.shape[0], np.int64)
+    keys = np.empty(counts.shape[0], np.int64)  # sorted here: numba's own sort takes seconds to compile
     used = 0
     for symbol in range(counts.shape[0]):
         if counts[symbol]:
@@ -66,7 +62,7 @@ def code_lengths(counts: Numbers, lengths: Bytes) -> None:
 
 @inner
 def dot(counts: Numbers, lengths: Bytes) -> int:
-    """How many bits symbols take that occur so often."""
+    """Return how many bits symbols with these counts take."""
     total = 0
     for i in range(counts.shape[0]):
         total += counts[i] * lengths[i]
@@ -82,7 +78,7 @@ def lengths_of(counts: Numbers) -> Bytes:
 
 @inner
 def _merge_packages(keys: Numbers, is_leaf: NDArray[np.bool_]) -> None:
-    """For every level, which entries of its sorted list are symbols; the others are pairs of the level before."""
+    """Mark the entries of every level's sorted list that are symbols; the others are pairs of the level before."""
     used = keys.shape[0]
     items = np.empty(2 * used, np.int64)
     before = np.empty(2 * used, np.int64)
@@ -106,7 +102,7 @@ def _merge_packages(keys: Numbers, is_leaf: NDArray[np.bool_]) -> None:
 
 @inner
 def _first_codes(lengths: Bytes) -> Numbers:
-    """The first code of every length, highest bit first; the entry after the longest says how much room is used."""
+    """Return the first code of every length, highest bit first; the entry after the longest is the space used."""
     totals = np.zeros(CODE_BITS_MAX + 2, np.int64)
     for symbol in range(lengths.shape[0]):
         totals[lengths[symbol]] += 1
@@ -128,7 +124,7 @@ def _reversed(code: int, length: int) -> int:
 
 @inner
 def assign_codes(lengths: Bytes, codes: Table) -> None:
-    """The code of each used symbol, ready to be written lowest bit first."""
+    """Fill the code of each used symbol, ready to be written lowest bit first."""
     following = _first_codes(lengths)
     for symbol in range(lengths.shape[0]):
         length = whole(lengths[symbol])
@@ -139,7 +135,7 @@ def assign_codes(lengths: Bytes, codes: Table) -> None:
 
 @inner
 def fill_table(lengths: Bytes, table: Table) -> bool:
-    """Entry: length in bits 0-3, symbol from bit 4 on. False if these are not the lengths of a prefix code."""
+    """Fill entries (length in bits 0-3, symbol from bit 4 on); return False if this is no prefix code."""
     following = _first_codes(lengths)
     if following[CODE_BITS_MAX + 1] > 2 * TABLE_ENTRIES:
         return False
@@ -155,7 +151,7 @@ def fill_table(lengths: Bytes, table: Table) -> bool:
 
 @inlined
 def peek(data: Bytes, at: int) -> int:
-    """The bits from `at` on, at least 57 of them; beyond the end come zeros."""
+    """Return at least 57 bits from `at` on; beyond the end come zeros."""
     offset = at >> 3
     if offset + 8 <= data.shape[0]:
         return load_word(data, offset) >> (at & 7)
@@ -167,7 +163,7 @@ def peek(data: Bytes, at: int) -> int:
 
 @inlined
 def put(data: Bytes, at: int, value: int, bits: int) -> int:
-    """Write `bits` <= 56 at bit `at`, over zeros or nothing; clears seven bytes beyond. Returns the bit after."""
+    """Write `bits` <= 56 at bit `at` and clear seven bytes beyond; return the bit after."""
     offset = at >> 3
     kept = whole(data[offset]) & ((1 << (at & 7)) - 1)
     store_word(data, offset, kept | value << (at & 7))
@@ -184,7 +180,7 @@ def _row_length(lengths: Bytes, first: int) -> int:
 
 @inner
 def length_code(length: int, guess: int) -> tuple[int, int]:
-    """The bits for one length, lowest first, and how many."""
+    """Return the bits for one length, lowest first, and how many."""
     if length == 0:
         return 0b011, 3
     if length == guess:
@@ -198,7 +194,7 @@ def length_code(length: int, guess: int) -> tuple[int, int]:
 
 @inner
 def lengths_bits(lengths: Bytes) -> int:
-    """How many bits `put_lengths` writes."""
+    """Return how many bits `put_lengths` writes."""
     total = 0
     for first in range(0, lengths.shape[0], ROW):
         guess = _FIRST_GUESS
@@ -226,7 +222,7 @@ def put_lengths(data: Bytes, at: int, lengths: Bytes) -> int:
 
 @inner
 def take_length(data: Bytes, at: int, guess: int) -> tuple[int, int]:
-    """One length and the bit after it; anything but 0 to CODE_BITS_MAX is refused by the caller."""
+    """Return one length and the bit after it; the caller refuses anything but 0 to CODE_BITS_MAX."""
     word = peek(data, at)
     if word & 1 == 0:
         return guess, at + 1
@@ -241,7 +237,7 @@ def take_length(data: Bytes, at: int, guess: int) -> tuple[int, int]:
 
 @inner
 def take_lengths(data: Bytes, at: int, lengths: Bytes) -> int:
-    """The bit after the lengths, or BAD."""
+    """Read the lengths; return the bit after them, or BAD."""
     lengths[:] = 0
     for first in range(0, lengths.shape[0], ROW):
         guess = _FIRST_GUESS

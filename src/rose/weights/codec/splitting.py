@@ -1,9 +1,9 @@
-"""Whole weights in bf16, compiled: exponents by a prefix code in four streams, sign and mantissa as a byte each.
+"""Whole bf16 weights, compiled: exponents by a prefix code in four streams, sign and mantissa as a byte each.
 
 Exponents of weights take two to three bits, so the next 12 bits of a stream hold several codes: a table gives up to
-three symbols and how many bits they took at one look. Four streams are read in step, because where a code begins
-depends on the one before, and a core would wait. That the other byte of every number was never coded lets the two be
-joined many numbers at a time. As in `unpacking`, nothing that is read is believed.
+three symbols and their bits at one look. Four streams are read in step, because a code begins where the one before
+ends, and a core would wait. The uncoded bytes are joined many numbers at a time. As in `unpacking`, no input is
+trusted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rose.weights.codec.compiling import entry, inlined, inner
 from rose.weights.codec.format import CODE_BITS_MAX, SPLIT_HEAD_BYTES, SPLIT_MANTISSA_BITS, STREAMS, Elements
 from rose.weights.codec.prefix_codes import (
     BAD,
@@ -29,7 +28,7 @@ from rose.weights.codec.prefix_codes import (
     put_lengths,
     take_lengths,
 )
-from rose.weights.codec.words import store_word, whole
+from rose.weights.codec.words import entry, inlined, inner, store_word, whole
 
 Runs = NDArray[np.uint32]
 
@@ -40,7 +39,7 @@ PART_ELEMENTS = 2048  # of each stream: with the tables they stay in the first-l
 
 @entry
 def encode_split(new: Elements, out: Bytes) -> int:
-    """The size of the body, which is in `out`, or 0 if it would not be smaller than the block."""
+    """Write the body to `out`; return its size, or 0 if it would not be smaller than the block."""
     elements = new.shape[0]
     stream_elements = (elements + STREAMS - 1) // STREAMS
     counts, total = np.zeros((STREAMS, 256), np.int64), np.zeros(256, np.int64)
@@ -63,7 +62,7 @@ def encode_split(new: Elements, out: Bytes) -> int:
 
 @inner
 def _write_split(new: Elements, stream_elements: int, lengths: Bytes, codes: Table, out: Bytes) -> None:
-    """Each part ends in a few bytes that the next one writes over."""
+    """Write all streams; each ends in a few bytes that the next one writes over."""
     out[SPLIT_HEAD_BYTES] = 0
     offset = (put_lengths(out, 8 * SPLIT_HEAD_BYTES, lengths) + 7) >> 3
     for stream in range(STREAMS):
@@ -80,7 +79,7 @@ def _write_split(new: Elements, stream_elements: int, lengths: Bytes, codes: Tab
 
 @inner
 def _write_codes(new: Elements, lengths: Bytes, codes: Table, out: Bytes, offset: int) -> int:
-    """The codes of exponents from a byte on; the byte after them. Four codes and what waits fit into a word."""
+    """Write codes from a byte on; return the byte after them. Four codes and what waits fit into a word."""
     both = np.empty(256, np.int64)
     for symbol in range(256):
         both[symbol] = whole(codes[symbol]) << 4 | whole(lengths[symbol])
@@ -106,7 +105,7 @@ def _append(bits: int, both: Numbers, waiting: int, held: int) -> tuple[int, int
 
 @inner
 def _fill_runs(table: Table, runs: Runs) -> None:
-    """Entry: the bits that the codes take in bits 0-3, how many codes in 4-5, NO_RUN, and symbols from bit 8 on."""
+    """Fill entries: the bits taken in bits 0-3, how many codes in 4-5, NO_RUN, and symbols from bit 8 on."""
     for i in range(TABLE_ENTRIES):
         taken, count, symbols = whole(0), whole(0), whole(0)
         while count < RUN_MAX:
@@ -121,7 +120,7 @@ def _fill_runs(table: Table, runs: Runs) -> None:
 
 @inlined
 def _take_runs(body: Bytes, at: int, runs: Runs, out: Bytes, position: int) -> tuple[int, int, int]:
-    """Four runs from one look at the stream: the bit after them, the place after them, and NO_RUN if one is none."""
+    """Take four runs at one look; return the bit and the place after them, and NO_RUN if one is none."""
     word, seen = peek(body, at), whole(0)
     for _ in range(4):
         found = whole(runs[word & (TABLE_ENTRIES - 1)])
@@ -135,7 +134,7 @@ def _take_runs(body: Bytes, at: int, runs: Runs, out: Bytes, position: int) -> t
 
 @inner
 def _take_rest(body: Bytes, at: int, table: Table, out: Bytes, position: int, stop: int) -> int:
-    """One symbol after the other; the bit after them, or BAD."""
+    """Take one symbol after the other; return the bit after them, or BAD."""
     while position < stop:
         found = whole(table[peek(body, at) & (TABLE_ENTRIES - 1)])
         if found == INVALID:
@@ -148,7 +147,7 @@ def _take_rest(body: Bytes, at: int, table: Table, out: Bytes, position: int, st
 
 @inner
 def _take_part(body: Bytes, ats: Numbers, counts: Numbers, table: Table, runs: Runs, out: Bytes) -> bool:
-    """So many symbols of each stream, in step as long as none of them is near its end."""
+    """Take `counts` symbols of each stream, in step as long as none of them is near its end."""
     last = counts[STREAMS - 1] - 4 * RUN_MAX  # the last stream is never longer than the others
     out_a, out_b, out_c, out_d = out[0], out[1], out[2], out[3]
     at_a, at_b, at_c, at_d = ats[0], ats[1], ats[2], ats[3]
@@ -169,7 +168,7 @@ def _take_part(body: Bytes, ats: Numbers, counts: Numbers, table: Table, runs: R
 
 @inner
 def _open_split(body: Bytes, elements: int, table: Table, ends: Numbers) -> int:
-    """Fill the table and the byte after each stream; where the first one begins, or BAD."""
+    """Fill the table and the byte after each stream; return where the first one begins, or BAD."""
     lengths = np.empty(256, np.uint8)
     if body.shape[0] < SPLIT_HEAD_BYTES + elements:
         return BAD
@@ -186,7 +185,7 @@ def _open_split(body: Bytes, elements: int, table: Table, ends: Numbers) -> int:
 
 @entry
 def apply_split(body: Bytes, destination: Elements, elements: int, first: int, last: int) -> bool:
-    """All of the block is decoded, a part of every stream at a time, and joined to what was not coded."""
+    """Decode the whole block, a part of every stream at a time, and join it to the uncoded bytes."""
     table, runs = np.empty(TABLE_ENTRIES, np.uint16), np.empty(TABLE_ENTRIES, np.uint32)
     ats, ends, counts = np.empty(STREAMS, np.int64), np.empty(STREAMS, np.int64), np.empty(STREAMS, np.int64)
     begin = _open_split(body, elements, table, ends)

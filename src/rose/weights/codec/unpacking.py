@@ -1,18 +1,15 @@
-"""The decoder, compiled: one body in, changes written to the destination.
+"""The compiled decoder: one body in, changes written to the destination.
 
-It believes nothing it reads. Bits beyond the end of a body are zeros, a position is written only if it lies in the
-window that the caller gave, tables are filled only from lengths that make a prefix code, and every loop is bounded by
-the number of elements; so any bytes at all decode in bounded time without touching foreign memory. A body that could
-not have come from the encoder gives False.
-
-A window is the part of a block from element `first` to before `last`; `destination` holds exactly that part.
+It trusts nothing it reads. Bits beyond the end of a body are zeros, a position is written only if it lies in the
+caller's window, tables are filled only from lengths that make a prefix code, and every loop is bounded by the number of
+elements; so any bytes at all decode in bounded time without touching foreign memory. A body that could not have come
+from the encoder gives False. A window is the part of a block from element `first` to before `last`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from rose.weights.codec.compiling import entry, inlined, inner
 from rose.weights.codec.contexts import fill_masks, group_count, select
 from rose.weights.codec.format import (
     CLASSES,
@@ -36,14 +33,14 @@ from rose.weights.codec.prefix_codes import (
     peek,
     take_lengths,
 )
-from rose.weights.codec.words import LANES, leading_zeros, ones, whole
+from rose.weights.codec.words import LANES, entry, inlined, inner, leading_zeros, ones, whole
 
 SPECIAL = INVALID  # the bit that leads out of the fast path
 
 
 @inner
 def _read_table(body: Bytes, at: int, own: bool, given: Bytes, table: Table) -> int:
-    """Fill the table from lengths in the body or the given ones; the bit after them, or BAD."""
+    """Fill the table from lengths in the body or the given ones; return the bit after them, or BAD."""
     lengths = given.copy()
     if own:
         at = take_lengths(body, at, lengths)
@@ -52,7 +49,7 @@ def _read_table(body: Bytes, at: int, own: bool, given: Bytes, table: Table) -> 
 
 @inlined
 def _take_size(body: Bytes, at: int, table: Table) -> tuple[int, int]:
-    """The size of a step and the bit after it; size 0 if no code fits."""
+    """Return the size of a step and the bit after it; size 0 if no code fits."""
     word = peek(body, at)
     found = whole(table[word & (TABLE_ENTRIES - 1)])
     if found == INVALID:
@@ -77,7 +74,7 @@ def _mark_special(table: Table) -> None:
 def _open_sparse(
     body: Bytes, elements: int, given: Bytes, given_tokens: Bytes, table: Table, large_table: Table
 ) -> tuple[int, int, int]:
-    """Fill both tables; number of changes, low bits of a gap and where the changes begin. No changes: not valid."""
+    """Fill both tables; return the number of changes (0: not valid), the low bits of a gap and the first bit."""
     head = peek(body, 0)
     changes, flags = head & 0xFFFFFFFF, (head >> 32) & 0xFF
     low = flags & 31
@@ -94,7 +91,7 @@ def _apply_changes(
     body: Bytes, at: int, changes: int, low: int, elements: int, table: Table, large_table: Table,
     destination: Elements, first: int, last: int, ranked: bool, masks: Numbers,
 ) -> bool:  # fmt: skip
-    """The hot loop. `ranked`: positions count only the elements in `masks`, and the window is all of them."""
+    """Apply all changes. If `ranked`, positions count only the elements in `masks`, and the window is all of them."""
     low_mask, position = (1 << low) - 1, -1
     far = 64 - leading_zeros((elements - 1) >> low)
     group, passed, here = 0, 0, ones(masks[0])
@@ -148,7 +145,7 @@ def apply_sparse(
 def apply_context(
     body: Bytes, destination: Elements, mantissa: int, exponent: int, given: Bytes, given_tokens: Bytes
 ) -> bool:
-    """All classes are told apart before the first change is applied, since a change can carry an element over."""
+    """Apply one sparse part per class. Classes are found first, since a change can move an element to another."""
     if body.shape[0] < CONTEXT_HEAD_BYTES or body[0] != CLASSES:
         return False
     bounds = np.empty(CLASSES + 1, np.int64)

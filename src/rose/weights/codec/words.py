@@ -1,17 +1,23 @@
-"""The machine operations that numba does not offer, written as LLVM code.
+"""The decorators of the codec's compiled functions, and machine operations that numba does not offer, as LLVM code.
 
-`differing` and `below` look at 64 elements at once and answer with one bit per element; LLVM makes vector compares of
-them. The others are an instruction or a few. Nothing here checks bounds: callers do, and say so where they call.
+`differing` and `below` look at 64 elements at once and return one bit per element; LLVM makes vector compares of them.
+The others are an instruction or a few. Nothing here checks bounds: the callers do.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from rose.numba_cache import NumbaCache
+
+CODEC = NumbaCache(Path(__file__).parent, "codec")
+entry, inner, inlined = CODEC.entry, CODEC.inner, CODEC.inlined  # decorators of the compiled functions
 
 LANES = 64
 
@@ -28,7 +34,7 @@ def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any, wide
 
 @_intrinsic
 def trailing_zeros(_typing: Any, value: Any) -> Any:
-    """How many zeros below the lowest one of an int64; 64 for zero."""
+    """Return how many zeros are below the lowest one of an int64; 64 for zero."""
 
     def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -38,7 +44,7 @@ def trailing_zeros(_typing: Any, value: Any) -> Any:
 
 @_intrinsic
 def leading_zeros(_typing: Any, value: Any) -> Any:
-    """How many zeros above the highest one of an int64; 64 for zero."""
+    """Return how many zeros are above the highest one of an int64; 64 for zero."""
 
     def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
@@ -48,7 +54,7 @@ def leading_zeros(_typing: Any, value: Any) -> Any:
 
 @_intrinsic
 def differing(_typing: Any, left: Any, right: Any, index: Any) -> Any:
-    """Which of the 64 elements from `index` on differ, the first in the lowest bit."""
+    """Return which of the 64 elements from `index` on differ, the first in the lowest bit."""
     lanes = ir.VectorType(ir.IntType(left.dtype.bitwidth), LANES)
     align = left.dtype.bitwidth // 8
 
@@ -62,7 +68,7 @@ def differing(_typing: Any, left: Any, right: Any, index: Any) -> Any:
 
 @_intrinsic
 def below(_typing: Any, array: Any, index: Any, mask: Any, bound: Any) -> Any:
-    """Which of the 64 elements from `index` on, each masked, are below `bound`; both below half of the type's range."""
+    """Return which of the 64 masked elements from `index` on are below `bound`; both in half of the type's range."""
     width = array.dtype.bitwidth
     lanes = ir.VectorType(ir.IntType(width), LANES)
 
@@ -81,7 +87,7 @@ def below(_typing: Any, array: Any, index: Any, mask: Any, bound: Any) -> Any:
 
 @_intrinsic
 def ones(_typing: Any, value: Any) -> Any:
-    """How many bits of an int64 are set."""
+    """Return how many bits of an int64 are set."""
 
     def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -91,7 +97,7 @@ def ones(_typing: Any, value: Any) -> Any:
 
 @_intrinsic
 def load_word(_typing: Any, data: Any, offset: Any) -> Any:
-    """Eight bytes from any offset, the first one lowest."""
+    """Return eight bytes from any offset, the first one lowest."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(_address(context, builder, signature.args[0], arguments[0], arguments[1], _I64), align=1)
@@ -101,7 +107,7 @@ def load_word(_typing: Any, data: Any, offset: Any) -> Any:
 
 @_intrinsic
 def store_word(_typing: Any, data: Any, offset: Any, value: Any) -> Any:
-    """Eight bytes to any offset, the lowest one first."""
+    """Store eight bytes at any offset, the lowest one first."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = _address(context, builder, signature.args[0], arguments[0], arguments[1], _I64)

@@ -2,7 +2,7 @@
 
 memory       in this process
 filesystem   a folder; the default
-tcp          our own server before a folder, for clusters that share no storage
+http         our own server before a folder, for clusters that share no storage
 object       S3, Google Cloud Storage, Azure (needs the extra `object`)
 mooncake     Mooncake Store, on a trusted network (needs the extra `mooncake`)
 """

@@ -1,14 +1,13 @@
 """A relay on a folder: a disk or tmpfs of this machine, or one that all nodes mount. The default.
 
-A value is written under a temporary name, flushed to the disk, and then linked to its own name. The link is what
-makes it appear whole, and what refuses to overwrite, in one step of the file system. Temporary files stay locked
-while their writer lives, so those of a dead writer are recognised and removed when the folder is opened again. A
-file that was just made is not locked yet and may be taken for a dead writer's; its writer notices and makes another.
+A value is written under a temporary name, flushed to the disk, and then linked to its own name. The link makes it
+appear whole and refuses to overwrite, in one step of the file system. Temporary files stay locked while their writer
+lives, so those of a dead writer are recognised and removed when the folder is opened again. A file that was just made
+is not locked yet and may be removed like a dead writer's; its writer notices and makes another.
 
-Reads are maps of the file: nothing is copied before it is used, and a value deleted meanwhile stays readable.
-
-Only the user who runs the writer may read the files and the folders that are made here: weights are worth as much as
-the training. Users who share weights put a relay server before the folder, which has roles.
+Reads are maps of the file: nothing is copied before it is used, and a value deleted meanwhile stays readable. Only the
+user of the writer may read the files and folders that are made here: weights are worth as much as the training. Users
+who share weights put a relay server before the folder, which has roles.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from pathlib import Path
 
 from rose.errors import ConfigError, RequestRefused, Unavailable
 from rose.private_files import FILE_MODE, FOLDER_MODE, sync_folder
-from rose.weights.relay.base import (
+from rose.weights.relay.relay_base import (
     Buffer,
-    Chunks,
-    Entry,
+    Buffers,
     KeyExists,
     KeyMissing,
+    RelayEntry,
     RelayFull,
     check_key,
     check_prefix,
@@ -40,11 +39,12 @@ from rose.weights.relay.base import (
 # No key has a segment that begins with a dot, so this folder is never taken for values.
 TEMPORARY = ".writing"
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # never elsewhere, and no wait for a pipe
+ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # ELOOP: a symbolic link, which no relay has made
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class FilesystemRelay:
-    """Values as files below one folder. `durable` waits for the disk, so that a value survives a power cut."""
+    """Values as files below one folder; if `durable`, they survive a power cut."""
 
     def __init__(self, folder: Path | str, *, durable: bool = True) -> None:
         self.folder = Path(folder)
@@ -60,50 +60,49 @@ class FilesystemRelay:
                 hint="name a folder that this user may create and write",
             ) from error
 
-    def put_new(self, key: str, chunks: Chunks) -> int:
+    def put_new(self, key: str, buffers: Buffers) -> int:
         path = self._path(key)
         if path.exists():
             raise KeyExists(key)
         temporary = self._temporary / uuid.uuid4().hex
         try:
-            size = self._write(key, temporary, chunks)
-            with _told(key):
-                self._publish(key, temporary, path)
+            size = self._write(key, temporary, buffers)
+            self._publish(key, temporary, path)
             return size
         finally:
-            with _told(key):
+            with _translated(key):
                 temporary.unlink(missing_ok=True)
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
-        with _told(key):
+        with _translated(key):
             try:
                 file = os.open(self._path(key), READ_FLAGS)
-            except (FileNotFoundError, NotADirectoryError) as error:
-                raise KeyMissing(key) from error
             except OSError as error:
-                if error.errno == errno.ELOOP:  # a symbolic link, which no relay has made
+                if error.errno in ABSENT:
                     raise KeyMissing(key) from error
                 raise
             try:
                 status = os.fstat(file)
                 if not stat.S_ISREG(status.st_mode):
                     raise KeyMissing(key)
-                size = status.st_size
-                start, stop = check_range(key, start, stop, size)
+                start, stop = check_range(key, start, stop, status.st_size)
                 if start == stop:
                     return b""
-                return _mapped(file, start, stop)
+                skip = start % mmap.ALLOCATIONGRANULARITY
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # a caller that asks for a range reads all of it
+                mapped = mmap.mmap(file, stop - start + skip, flags, mmap.PROT_READ, offset=start - skip)
+                return memoryview(mapped)[skip:]
             finally:
                 os.close(file)
 
-    def list(self, prefix: str = "") -> Sequence[Entry]:
+    def list(self, prefix: str = "") -> Sequence[RelayEntry]:
         prefix = check_prefix(prefix)
-        with _told(prefix or "all keys"):
+        with _translated(prefix or "all keys"):
             return sorted(self._walk(self.folder / prefix, prefix))
 
     def delete(self, key: str) -> bool:
         path = self._path(key)
-        with _told(key):
+        with _translated(key):
             try:
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -112,20 +111,23 @@ class FilesystemRelay:
         return True
 
     def close(self) -> None:
-        """Nothing is held open between calls."""
+        """Do nothing: no file is open between calls."""
 
     def _path(self, key: str) -> Path:
         return self.folder / check_key(key)
 
-    def _write(self, key: str, temporary: Path, chunks: Chunks) -> int:
+    def _write(self, key: str, temporary: Path, buffers: Buffers) -> int:
         size = 0
-        with _told(key):
+        with _translated(key):
             file = _locked(temporary)
         try:
-            for chunk in chunks:
-                with _told(key):
-                    size += _write_all(file, chunk)
-            with _told(key):
+            for buffer in buffers:
+                view = memoryview(buffer).cast("B")
+                size += len(view)
+                with _translated(key):
+                    while view:
+                        view = view[os.write(file, view) :]
+            with _translated(key):
                 if self._durable:
                     os.fsync(file)
         finally:
@@ -133,36 +135,35 @@ class FilesystemRelay:
         return size
 
     def _publish(self, key: str, temporary: Path, path: Path) -> None:
-        while True:
-            self._make_folder(key, path.parent)
-            try:
-                os.link(temporary, path)
-                break
-            except FileExistsError as error:
-                raise KeyExists(key) from error
-            except FileNotFoundError:
-                # A delete pruned the folder between the two calls, or somebody removed the temporary file.
-                if not temporary.exists():
-                    raise Unavailable(f"`{key}` was removed from the relay's folder while it was written") from None
-        if self._durable:
-            sync_folder(path.parent)
+        with _translated(key):
+            while True:
+                try:
+                    self._make_folder(path.parent)
+                except (FileExistsError, NotADirectoryError) as error:
+                    raise RequestRefused(f"`{key}` lies below another key; a key is never also a folder") from error
+                try:
+                    os.link(temporary, path)
+                    break
+                except FileExistsError as error:
+                    raise KeyExists(key) from error
+                except FileNotFoundError:
+                    # A delete pruned the folder between the two calls, or another process removed the temporary file.
+                    if not temporary.exists():
+                        what = f"`{key}` was removed from the relay's folder while it was written"
+                        raise Unavailable(what) from None
+            if self._durable:
+                sync_folder(path.parent)
 
-    def _make_folder(self, key: str, folder: Path) -> None:
-        try:
-            self._make_below(folder)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise RequestRefused(f"`{key}` lies below another key; a key is never also a folder") from error
-
-    def _make_below(self, folder: Path) -> None:
+    def _make_folder(self, folder: Path) -> None:
         """Make a folder and its parents, durably and for this user only; `parents=True` would open the parents."""
         if folder.is_dir():
             return
-        self._make_below(folder.parent)
+        self._make_folder(folder.parent)
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
         if self._durable:
             sync_folder(folder.parent)
 
-    def _walk(self, folder: Path, prefix: str) -> Iterator[Entry]:
+    def _walk(self, folder: Path, prefix: str) -> Iterator[RelayEntry]:
         try:
             entries = list(os.scandir(folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -175,7 +176,7 @@ class FilesystemRelay:
                 yield from self._walk(Path(entry.path), key)
             elif entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
-                    yield Entry(key, entry.stat(follow_symlinks=False).st_size)
+                    yield RelayEntry(key, entry.stat(follow_symlinks=False).st_size)
 
     def _prune(self, folder: Path) -> None:
         """Remove folders that the last delete left empty."""
@@ -199,11 +200,11 @@ class FilesystemRelay:
 
 
 def _locked(path: Path) -> int:
-    """A new file, open and locked until it is closed, and still there: see _sweep."""
+    """Open a new file, locked until it is closed, so that no sweep removes it."""
     while True:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)  # whoever sweeps holds it for a moment only
+            fcntl.flock(file, fcntl.LOCK_EX)  # a sweep holds it for a moment only
             if os.fstat(file).st_nlink:
                 return file
         except BaseException:
@@ -212,25 +213,9 @@ def _locked(path: Path) -> int:
         os.close(file)
 
 
-def _mapped(file: int, start: int, stop: int) -> memoryview:
-    """A range of a file as memory, its pages fetched at once: whoever asks for a range reads all of it."""
-    skip = start % mmap.ALLOCATIONGRANULARITY
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-    mapped = mmap.mmap(file, stop - start + skip, flags, mmap.PROT_READ, offset=start - skip)
-    return memoryview(mapped)[skip:]
-
-
-def _write_all(file: int, chunk: Buffer) -> int:
-    view = memoryview(chunk).cast("B")
-    done = 0
-    while done < len(view):
-        done += os.write(file, view[done:])
-    return done
-
-
 @contextlib.contextmanager
-def _told(key: str) -> Iterator[None]:
-    """Around what touches the file system, and only that: an error of the caller's chunks is not ours to translate."""
+def _translated(key: str) -> Iterator[None]:
+    """Translate errors of the file system. Wraps nothing else: an error of the caller's buffers passes as it is."""
     try:
         yield
     except OSError as error:

@@ -1,12 +1,10 @@
 """The process that speaks to a Mooncake Store, so that only it dies when the library does.
 
-It wraps the store's raw calls (`DirectRelay`) and serves them like any other relay over a socket on loopback. What the
-library gets wrong for us is put right here:
+It wraps the store's raw calls (`DirectRelay`) and serves them like any other relay over a socket on loopback:
 
-- a put onto an existing key reports success and keeps the old value. So every value begins with a mark of its writer,
-  which is read back after the put: another's mark means that the other was first.
-- a value cannot be empty. With the mark none is.
-- values are evicted when room gets scarce. Ours are pinned hard, so a full store says so instead.
+- a put onto an existing key reports success and keeps the old value. So every value begins with its writer's mark,
+  which is read back after the put: another mark means that another writer was first. So no value is empty either.
+- values are evicted when memory gets scarce. Ours are pinned hard, so a full store says so instead.
 - calls fail for reasons that pass (a holder that left, a lease that ran out): they are repeated for a few seconds.
 
     python -m rose.weights.relay.mooncake_client serve MASTER METRICS     the client; reads a secret from its input
@@ -29,19 +27,19 @@ from typing import Any
 import numpy as np
 
 from rose.errors import Unavailable
-from rose.weights.relay.base import (
+from rose.weights.relay.relay_base import (
     Buffer,
-    Chunks,
-    Entry,
+    Buffers,
     KeyExists,
     KeyMissing,
+    RelayEntry,
     RelayFull,
     check_key,
     check_prefix,
     check_range,
     is_below,
 )
-from rose.weights.relay.server import RelayServer
+from rose.weights.relay.relay_server import RelayServer
 
 MARK_BYTES = 32
 STAGING_BYTES = 16 << 20  # the library's own buffer, which our calls do not use
@@ -55,22 +53,18 @@ PASSING = {-703: "being written", -707: "lease expired", -800: "transfer failed"
 
 
 def connect(master: str, give_bytes: int) -> Any:
-    """A store that is set up; the caller keeps it for the life of the process, since closing is what crashes."""
+    """Return a store that is set up, to be kept for the life of the process: closing it crashes."""
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
     host = socket.gethostbyname(master.rpartition(":")[0])
-    local = "127.0.0.1" if host.startswith("127.") else _address_towards(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: it only asks which of our addresses would be used
+        local = "127.0.0.1" if host.startswith("127.") else str(probe.getsockname()[0])
     code = store.setup(local, "P2PHANDSHAKE", give_bytes, STAGING_BYTES, "tcp", "", master)
     if code != OK:
         raise Unavailable(f"the Mooncake master at {master} did not take this process: code {code}")
     return store
-
-
-def _address_towards(host: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: it only asks which address would be used
-        return str(probe.getsockname()[0])
 
 
 class DirectRelay:
@@ -84,14 +78,14 @@ class DirectRelay:
         self._pinned = ReplicateConfig()
         self._pinned.with_hard_pin = True
 
-    def put_new(self, key: str, chunks: Chunks) -> int:
+    def put_new(self, key: str, buffers: Buffers) -> int:
         check_key(key)
         if self._value_bytes(key) is not None:
             raise KeyExists(key)
         mark = os.urandom(MARK_BYTES)
         value = bytearray(mark)
-        for chunk in chunks:
-            value += memoryview(chunk).cast("B")
+        for buffer in buffers:
+            value += memoryview(buffer).cast("B")
         array = np.frombuffer(value, np.uint8)
         code = self._repeat(lambda: self._store.put_from(key, array.ctypes.data, array.nbytes, self._pinned))
         if code == NO_SPACE:
@@ -110,18 +104,18 @@ class DirectRelay:
         start, stop = check_range(key, start, stop, size - MARK_BYTES)
         return self._read(key, MARK_BYTES + start, stop - start) if start < stop else b""
 
-    def list(self, prefix: str = "") -> Sequence[Entry]:
+    def list(self, prefix: str = "") -> Sequence[RelayEntry]:
         prefix = check_prefix(prefix)
         try:
-            with urllib.request.urlopen(f"http://{self._metrics}/get_all_keys", timeout=LISTING_S) as answer:
-                keys = answer.read(LISTING_BYTES_MAX).decode().split()
+            with urllib.request.urlopen(f"http://{self._metrics}/get_all_keys", timeout=LISTING_S) as response:
+                keys = response.read(LISTING_BYTES_MAX).decode().split()
         except (OSError, urllib.error.URLError, ValueError) as error:
             raise Unavailable(f"the Mooncake master does not list its keys at {self._metrics}: {error}") from error
         sizes = {key: self._value_bytes(key) for key in keys if is_below(key, prefix)}
-        return sorted(Entry(key, size - MARK_BYTES) for key, size in sizes.items() if size is not None)
+        return sorted(RelayEntry(key, size - MARK_BYTES) for key, size in sizes.items() if size is not None)
 
     def delete(self, key: str) -> bool:
-        # Forced: a value that somebody has just read is leased, and would stay for a minute.
+        # Forced: a value that was just read is leased, and would stay for a minute.
         code = self._repeat(lambda: self._store.remove(check_key(key), True))
         if code == MISSING:
             return False
@@ -129,7 +123,7 @@ class DirectRelay:
         return True
 
     def close(self) -> None:
-        """The store is never closed: a call in flight would end the process, and leaving ends it as well."""
+        """Do nothing: closing the store with a call in flight would end the process."""
 
     def _value_bytes(self, key: str) -> int | None:
         size = self._repeat(lambda: self._store.get_size(key))
@@ -154,7 +148,7 @@ class DirectRelay:
         return array.data
 
     def _repeat(self, call: Callable[[], int]) -> int:
-        """The result, repeated while it is of a kind that passes."""
+        """Call until the result is not of a kind that passes, or the time is up."""
         began_s = time.monotonic()
         wait_s = 0.05
         while True:
@@ -173,23 +167,23 @@ class DirectRelay:
 
 
 def main(arguments: Sequence[str]) -> int:
-    task, master, given = arguments
+    task, master, argument = arguments
     _die_with_parent()
     if task == "hold":
-        store = connect(master, int(given))
+        store = connect(master, int(argument))
         print("ready", flush=True)
         signal.sigwait({signal.SIGTERM, signal.SIGINT})
         del store
         os._exit(0)
     secret = sys.stdin.buffer.readline().strip()
-    served = RelayServer(DirectRelay(connect(master, 0), given), secret)
+    served = RelayServer(DirectRelay(connect(master, 0), argument), secret)
     print(f"ready {served.address}", flush=True)
-    sys.stdin.buffer.read()  # until the parent closes it, by will or by dying
-    os._exit(0)  # without the library's own farewell
+    sys.stdin.buffer.read()  # until the parent closes it or dies
+    os._exit(0)  # without the library's own cleanup, which can crash
 
 
 def _die_with_parent() -> None:
-    """Also a holder must not outlive who started it, however that one ends."""
+    """End this process when its parent ends, however that happens."""
     parent = os.getppid()
 
     def watch() -> None:

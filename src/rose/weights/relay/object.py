@@ -1,10 +1,8 @@
-"""A relay on an object store: S3, Google Cloud Storage, Azure, and whatever speaks like them. Needs the extra `object`.
+"""A relay on an object store: S3, Google Cloud Storage, Azure, and compatible ones. Needs the extra `object`.
 
 A value is one object, put in one request that the store refuses if the object exists; object stores make it appear
-whole by themselves. The library retries what fails on the way, so a put whose first answer was lost can come back as
-`KeyExists` although it was ours: the chain looks before it believes that.
-
-Credentials come from the options or, as usual for these stores, from the environment.
+whole by themselves. The library retries what fails on the way, so a put whose first response was lost can come back as
+`KeyExists` although it was ours: the chain checks for that. Credentials come from the options or the environment.
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ from datetime import timedelta
 from typing import Any
 
 from rose.errors import ConfigError, Unavailable
-from rose.weights.relay.base import (
+from rose.weights.relay.relay_base import (
     Buffer,
-    Chunks,
-    Entry,
+    Buffers,
     KeyExists,
     KeyMissing,
+    RelayEntry,
     check_key,
     check_prefix,
     check_range,
@@ -38,22 +36,24 @@ class ObjectRelay:
     def __init__(self, url: str, options: Mapping[str, str] | None = None) -> None:
         self.url = url
         self._obstore, self._errors = _library()
-        given = dict(options or {})
-        client = {name: given.pop(name) for name in CLIENT_OPTIONS if name in given}
+        config = dict(options or {})
+        client = {name: config.pop(name) for name in CLIENT_OPTIONS if name in config}
         client |= {"timeout": f"{REQUEST_S}s", "connect_timeout": f"{CONNECT_S}s"}
         retry = {"max_retries": RETRIES_MAX, "retry_timeout": timedelta(seconds=REQUEST_S)}
         try:
-            self._store = self._obstore.store.from_url(url, config=given, client_options=client, retry_config=retry)
+            self._store = self._obstore.store.from_url(url, config=config, client_options=client, retry_config=retry)
         except Exception as error:
             hint = "check the address and the options; credentials can also come from the environment"
             raise ConfigError(f"the object store {url} cannot be used: {error}", hint=hint) from error
 
-    def put_new(self, key: str, chunks: Chunks) -> int:
+    def put_new(self, key: str, buffers: Buffers) -> int:
         check_key(key)
         if self._size(key) is not None:  # most refusals, before the bytes are sent
             raise KeyExists(key)
-        views = [memoryview(chunk).cast("B") for chunk in chunks]  # sent from where they lie: to join them is to copy
-        with self._told(key):
+        views = [
+            memoryview(buffer).cast("B") for buffer in buffers
+        ]  # sent from where they lie: to join them is to copy
+        with self._translated(key):
             self._obstore.put(self._store, key, views, mode="create", use_multipart=False)
         return sum(len(view) for view in views)
 
@@ -66,29 +66,29 @@ class ObjectRelay:
             start, stop = check_range(key, start, stop, size)
         if start == stop:
             return b""
-        with self._told(key):
+        with self._translated(key):
             try:
-                answer = self._obstore.get(self._store, key, options={"range": (start, stop)})
-                data = memoryview(answer.bytes())
+                response = self._obstore.get(self._store, key, options={"range": (start, stop)})
+                data = memoryview(response.bytes())
             except self._errors.GenericError:
                 check_range(key, start, stop, self._size(key) or 0)  # a range that begins outside is an error there
                 raise
             if len(data) != stop - start:  # one that ends outside is cut short
-                check_range(key, start, stop, answer.meta["size"])
+                check_range(key, start, stop, response.meta["size"])
                 raise Unavailable(f"`{key}` came incomplete from {self.url}")
             return data
 
-    def list(self, prefix: str = "") -> Sequence[Entry]:
+    def list(self, prefix: str = "") -> Sequence[RelayEntry]:
         prefix = check_prefix(prefix)
-        with self._told(prefix or "all keys"):
-            found = self._obstore.list(self._store, prefix or None).collect()
-        return sorted(Entry(item["path"], item["size"]) for item in found)
+        with self._translated(prefix or "all keys"):
+            items = self._obstore.list(self._store, prefix or None).collect()
+        return sorted(RelayEntry(item["path"], item["size"]) for item in items)
 
     def delete(self, key: str) -> bool:
         check_key(key)
         if self._size(key) is None:
             return False
-        with self._told(key):
+        with self._translated(key):
             try:
                 self._obstore.delete(self._store, key)
             except FileNotFoundError:
@@ -96,18 +96,18 @@ class ObjectRelay:
         return True
 
     def close(self) -> None:
-        """Connections belong to the library."""
+        """Do nothing: connections belong to the library."""
 
     def _size(self, key: str) -> int | None:
-        with self._told(key):
+        with self._translated(key):
             try:
                 return int(self._obstore.head(self._store, key)["size"])
             except FileNotFoundError:
                 return None
 
     @contextlib.contextmanager
-    def _told(self, key: str) -> Iterator[None]:
-        """The library's errors in our words."""
+    def _translated(self, key: str) -> Iterator[None]:
+        """Translate the library's errors."""
         errors = self._errors
         try:
             yield

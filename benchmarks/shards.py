@@ -1,0 +1,163 @@
+"""What several gateways bring: turns per second with one and two, and how long a step takes with sixteen.
+
+Live: two gateways with ledgers, each with a worker that computes nothing, and the client that makes them one. The same
+trajectories are played through one gateway and through both, in turns. `turns_s` is what this machine did, where
+gateways, workers and client share the cores. `turns_s_capacity` is turns per second of CPU of the busiest gateway:
+what the gateways do when each has a core to itself. The targets are for the latter.
+
+Virtual: the simulator plays one step on many devices with one gateway and with sixteen. Cores, ledgers, agents, the
+client and the moves of devices are the real code; engines and network are simulated. `completion_ratio` is the time
+with sixteen over the time with one, whose workers are all in one pool.
+
+    python benchmarks/shards.py --json FILE [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import harness
+from doors.processes import TOKENS, cpu_s, process, rose, stub
+
+from rose.api.requests import TurnSampling
+from rose.api.trajectories import BeginBody, FinishBody
+from rose.models.presets import write_preset
+from rose.sharded_client import ShardedGatewayClient
+from rose.sim.scenario import Scenario, random_scenario
+from rose.sim.simulated_gateway import SimulatedGateway
+from rose.sim.simulated_shards import SimulatedShards
+from rose.sim.world import SETTLE_S, simulate
+
+MODEL = "frozenlake-1m"
+GROUP, TURNS, ANSWER_TOKENS, PROMPT_TOKENS, VOCABULARY = 2, 4, 16, 64, 100
+SPEEDUP_MIN, COMPLETION_MAX = 1.8, 1.05
+COLUMNS = (
+    "case", "shards", "devices", "trajectories", "turns", "turns_s", "turns_s_capacity", "gateway_cpu_ms_per_turn",
+    "busiest_share", "completion_s", "completion_ratio", "moved",
+)  # fmt: skip
+
+
+class SixteenShards(SimulatedShards):
+    count = 16
+
+
+def main() -> int:
+    arguments = harness.parser(__doc__ or "").parse_args()
+    begun = harness.machine()
+    rows = [*live_rows(arguments), *virtual_rows(arguments)]
+    harness.print_table(rows, COLUMNS)
+    speedup, completion = rows[1]["speedup"], rows[-1]["completion_ratio"]
+    bars = [
+        harness.wanted("capacity of two gateways over one", speedup, SPEEDUP_MIN),
+        harness.wanted("a step with 16 shards over one with one gateway", completion, COMPLETION_MAX, at_most=True),
+    ]
+    return harness.finish(arguments, "shards", rows, bars, begun, speedup=speedup, completion_ratio=completion)
+
+
+def live_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        model = write_preset(MODEL, Path(place) / MODEL, seed=0)
+        pids, urls = [], []
+        for number in range(2):
+            ledger = str(Path(place) / f"{number}.ledger")
+            command = rose("gateway", str(model), "--port", "0", "--ledger", ledger)
+            gateway, url = stack.enter_context(process(command, "ready at"))
+            stack.enter_context(process(stub(url, MODEL, 1), "ready at"))
+            pids.append(gateway.pid)
+            urls.append(url)
+        return asyncio.run(play_rounds(urls, pids, arguments))
+
+
+async def play_rounds(urls: list[str], pids: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Play rounds with one and with both gateways in turns; the first round opens connections and fills caches."""
+    groups, rounds = (256, 3) if arguments.quick else (512, 7)
+    found: dict[int, list[dict[str, float]]] = {1: [], 2: []}
+    for number in range(rounds + 1):
+        for shards in (1, 2) if number % 2 else (2, 1):
+            async with ShardedGatewayClient(urls[:shards], TOKENS["ROSE_TRAINER_TOKEN"]) as client:
+                before_s, began_s = [cpu_s(pid) for pid in pids], time.perf_counter()
+                names = [f"{shards}-{number}/{group}" for group in range(groups)]
+                members = ((name, member) for name in names for member in range(GROUP))
+                await asyncio.gather(*(play(client, *one, arguments.seed) for one in members))
+                seconds = time.perf_counter() - began_s
+                spent_s = [cpu_s(pid) - early for pid, early in zip(pids, before_s)]
+            turns = groups * GROUP * TURNS
+            share = max(spent_s) / sum(spent_s)
+            rates = {
+                "turns_s": turns / seconds,
+                "capacity": turns / max(spent_s),
+                "cpu_ms": 1e3 * sum(spent_s) / turns,
+                "busiest_share": share,
+            }
+            if number:
+                found[shards].append(rates)
+    rows = []
+    for shards, rates in found.items():
+        row: dict[str, Any] = {"case": "live", "shards": shards, "trajectories": groups * GROUP, "turns": turns}
+        harness.put_ratio(row, "turns_s", [rate["turns_s"] for rate in rates])
+        harness.put_ratio(row, "turns_s_capacity", [rate["capacity"] for rate in rates])
+        row["gateway_cpu_ms_per_turn"] = statistics.median(rate["cpu_ms"] for rate in rates)
+        row["busiest_share"] = statistics.median(rate["busiest_share"] for rate in rates)
+        rows.append(row)
+    harness.put_ratio(rows[1], "speedup", [two["capacity"] / one["capacity"] for one, two in zip(found[1], found[2])])
+    harness.put_ratio(
+        rows[1], "wall_speedup", [two["turns_s"] / one["turns_s"] for one, two in zip(found[1], found[2])]
+    )
+    return rows
+
+
+async def play(client: ShardedGatewayClient, group: str, member: int, seed: int) -> None:
+    name, chance = f"{group}/{member}", random.Random(f"{seed}/{group}/{member}")
+    await client.begin(BeginBody(id=name, group=group, group_size=GROUP, seed=1))
+    generate = client.trajectory(name)
+    ids = [chance.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)]
+    for turn in range(TURNS):
+        answer = await generate(ids, TurnSampling(max_tokens=ANSWER_TOKENS, seed=turn))
+        ids = [*ids, *answer.token_ids, *(chance.randrange(VOCABULARY) for _ in range(8))]
+    await client.finish(name, FinishBody(reward=float(member % 2)))
+
+
+def virtual_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for host, shards in ((SimulatedGateway, 1), (SixteenShards, 16)):
+        step = one_step(arguments)
+        report = simulate(step, host=host)
+        assert report.is_fine, report.violation
+        rows.append(
+            {
+                "case": "virtual",
+                "shards": shards,
+                "devices": step.dedicated,
+                "trajectories": report.counts["trajectories"],
+                "turns": report.counts["ended"],
+                "completion_s": round(report.virtual_s - SETTLE_S, 2),
+                "moved": report.counts.get("moved", 0),
+            }
+        )
+    rows[1]["completion_ratio"] = round(rows[1]["completion_s"] / rows[0]["completion_s"], 3)
+    return rows
+
+
+def one_step(arguments: argparse.Namespace) -> Scenario:
+    """Return a world without faults, whose trainer begins one step and ends when it has its batch."""
+    devices = 32 if arguments.quick else 128
+    return dataclasses.replace(
+        random_scenario(arguments.seed), trouble_s=0.0, dedicated=devices, borrowed=0, faults_per_s=0.0, vanishing=0.0,
+        ahead=1, max_staleness=0, groups=4 * devices, group_size=8, turns_max=8, tokens_max=300, max_concurrency=4,
+        kv_blocks=2048, max_waiting=1 << 20, wait_s=3600.0, idle_s=1e6, lease_s=5.0, beat_s=1.0, think_s=0.2,
+        router="cost", borrowed_max=None, dedicated_max=None,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -91,6 +92,19 @@ FRAMES: dict[str, Callable[[], Any]] = {
     ],
     "a long text": lambda: [BEAT | {"why": "x" * (32 << 20)}],
 }  # fmt: skip
+TOKENS_OF_NO_TURN = {"type": "Tokens", "pieces": [[1, [1], [-0.5], "0"]]}
+BURSTS: dict[str, Callable[[], bytes]] = {
+    "frames without content": lambda: masked(0x82, b"") * 170_000,
+    "pongs": lambda: masked(0x8A, b"") * 170_000,
+    "frames without messages": lambda: masked(0x82, msgspec.msgpack.encode([])) * 150_000,
+    "frames of one beat": lambda: masked(0x82, msgspec.msgpack.encode([BEAT])) * 9_000,
+    "frames of one token": lambda: masked(0x82, msgspec.msgpack.encode([TOKENS_OF_NO_TURN])) * 20_000,
+}
+
+
+def masked(first: int, content: bytes) -> bytes:
+    """Return a short frame of a client. The mask is zero, so the content stays as it is."""
+    return bytes((first, 0x80 | len(content))) + bytes(4) + content
 
 
 class LentEngine(LoopEngine):
@@ -277,6 +291,44 @@ async def be_a_worker(served: Served, frame: bytes) -> None:
                 await connection.send_bytes(frame)
         async with http.get(url + "/metrics") as reply:
             await reply.read()
+
+
+@pytest.fixture
+def small_heap() -> Iterator[None]:
+    """Hide the objects of the tests from the garbage collector: a server of its own has few."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("small_heap")
+@pytest.mark.parametrize("what", BURSTS)
+def test_no_burst_of_short_frames_blocks_the_loop_of_the_gateway(fresh_gateway: Served, what: str) -> None:
+    burst, heartbeat = BURSTS[what](), fresh_gateway.heartbeat
+    for _ in range(TRIES):
+        heartbeat.blocks.clear()
+        send_frames(fresh_gateway, burst)
+        _wait_for_a_beat(heartbeat, heartbeat.beats)
+        if heartbeat.missed() == 0:
+            return
+    stacks = [line for block in heartbeat.blocks for line in block.stack[-3:]]
+    pytest.fail("the loop was blocked:\n" + "\n".join(stacks))
+
+
+def send_frames(served: Served, frames: bytes) -> None:
+    """Send all frames at once on one connection, and wait until the gateway has closed it or has answered the last."""
+    head = [f"GET {CONNECT_PATH} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {TOKENS.worker}"]
+    head += ["Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13"]
+    head += ["Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA=="]
+    join = msgspec.msgpack.encode([JOIN])
+    join = bytes((0x82, 0x80 | 126)) + len(join).to_bytes(2, "big") + bytes(4) + join
+    with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE_S) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall("\r\n".join(head).encode() + b"\r\n\r\n" + join + frames + masked(0x88, b""))
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(1 << 16):
+                pass
 
 
 def test_every_route_that_takes_a_body_is_in_the_table() -> None:

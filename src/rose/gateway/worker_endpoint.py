@@ -46,21 +46,22 @@ async def connect(gateway: Gateway, request: web.Request) -> web.StreamResponse:
     worker: PoolWorker | None = None
     try:
         async with asyncio.timeout(JOIN_S):
-            join, *more = await _receive_frame(connection)
-        if not isinstance(join, Join):
+            first = await _receive_frame(connection)
+        if not first or not isinstance(join := first[0], Join):
             raise Unavailable("a worker must join first")
         worker = gateway.core.pool.join(join, queue.put, gateway.now_s(), close)
         queue.put(Welcome(gateway.settings.beat_s))
         gateway.core.on_joined(worker, gateway.now_s())
+        messages, work = first[1:], 0  # also over frames: those that have come already are received without a pause
         while True:
-            work = 0
-            for message in more:
+            for message in messages:
                 gateway.receive(worker, message)
                 work += 1 + len(message.pieces) if isinstance(message, TokensAdded) else WORK_OF_OTHERS
                 if work >= WORK_AT_ONCE:
                     work = 0
                     await asyncio.sleep(0)
-            more = await _receive_frame(connection)
+            if not (messages := await _receive_frame(connection)):
+                await asyncio.sleep(0)
     except (RoseError, ConnectionError, TimeoutError) as error:
         if isinstance(error, RoseError) and not connection.closed:
             try:
@@ -76,11 +77,8 @@ async def connect(gateway: Gateway, request: web.Request) -> web.StreamResponse:
 
 
 async def _receive_frame(connection: web.WebSocketResponse) -> list[ToGateway]:
-    """Return the messages of one frame, at least one."""
-    while True:
-        frame = await connection.receive()
-        if frame.type is not aiohttp.WSMsgType.BINARY:
-            raise ConnectionResetError("the worker has left")
-        messages = decode_to_gateway(frame.data)
-        if messages:
-            return messages
+    """Return the messages of one frame."""
+    frame = await connection.receive()
+    if frame.type is not aiohttp.WSMsgType.BINARY:
+        raise ConnectionResetError("the worker has left")
+    return decode_to_gateway(frame.data)

@@ -5,19 +5,29 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
+from aiohttp import web
 from tests.unit.front_world import FrontWorld, front_world, run_with_server
 
 from rose.config.server_settings import FrontSettings
 from rose.models.model_folder import ModelFolder
 from rose.openai import access, connections
 from rose.openai.connections import HttpConnection
+from rose.openai.http_server import HttpServer
 from rose.openai.loops import loop_factory
 
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
 
 KEY = "a-key-of-the-serving-port"
+FRAME_BYTES = 10  # a header, a mask of zeros and four bytes
+UPGRADE = (
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+CLOSE = bytes((0x88, 0x80, 0, 0, 0, 0))
 
 
 async def keep_alive(found: FrontWorld, *, key: str | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -179,6 +189,52 @@ def test_a_request_that_came_while_the_loop_was_held_up_is_answered(folder: Mode
             assert said.startswith(b"HTTP/1.1 200"), "it was there in time"
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(story())
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, loop_factory()], ids=["asyncio", "as servers"])
+@pytest.mark.parametrize("is_early", [True, False], ids=["with the handshake", "after it"])
+def test_many_short_frames_are_parsed_in_pieces(
+    make_loop: Callable[[], asyncio.AbstractEventLoop] | None, is_early: bool
+) -> None:
+    count, most = (
+        100_000,
+        2 * connections.PARSED_BYTES_AT_ONCE // FRAME_BYTES + 1,
+    )
+    frames = b"".join(bytes((0x82, 0x84, 0, 0, 0, 0)) + number.to_bytes(4, "big") for number in range(count))
+
+    async def story() -> None:
+        loop, received, per_turn, turn = asyncio.get_running_loop(), [], Counter[int](), [0]
+
+        def next_turn() -> None:
+            turn[0] += 1
+            loop.call_soon(next_turn)
+
+        async def receive(request: web.Request) -> web.StreamResponse:
+            socket_ = web.WebSocketResponse()
+            await socket_.prepare(request)
+            async for frame in socket_:
+                received.append(int.from_bytes(frame.data, "big"))
+                per_turn[turn[0]] += 1
+            return socket_
+
+        application = web.Application()
+        application.router.add_get("/", receive)
+        server = HttpServer(application, FrontSettings(), "rose.test", 8)
+        listener = socket.create_server(("127.0.0.1", 0))
+        await server.listen(listener)
+        next_turn()
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+        writer.write(UPGRADE if not is_early else UPGRADE + frames)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write((frames if not is_early else b"") + CLOSE)
+        await reader.read()
+        writer.close()
+        await server.close()
+        assert received == list(range(count))
+        assert max(per_turn.values()) <= most
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
         runner.run(story())
 
 

@@ -24,6 +24,7 @@ from rose.gateway.gateway_service import VLLM_CONTROL_ROUTES
 from rose.openai.anthropic_messages import COUNT_PATH, MESSAGES_PATH
 from rose.openai.anthropic_schemas import CountTokensBody, MessagesBody
 from rose.openai.application import ROUTES
+from rose.openai.responses_api import RESPONSES_PATH
 
 TRIES = 60  # of an honest client; a stated refusal (429, 503) is asked again
 SESSIONS = tuple(f"t{number}" for number in range(40))
@@ -110,7 +111,7 @@ CONTROL_BODIES = {
     "/finish_weight_update": vllm_control_routes.FinishUpdateBody,
 }
 CONTROL_QUERIES = {"/pause": ("mode", "clear_cache"), "/finish_session": ("session_id",)}
-TURNS = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions", MESSAGES_PATH)
+TURNS = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions", RESPONSES_PATH, MESSAGES_PATH)
 MESSAGE_ROUTES = (
     Route("POST", MESSAGES_PATH, MessagesBody, AGENT, ("beta",), weight=8),
     Route("POST", f"/sessions/{{session}}{MESSAGES_PATH}", MessagesBody, AGENT, weight=4),

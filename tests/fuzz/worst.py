@@ -30,6 +30,7 @@ class Worst:
 
 REQUIRED: dict[str, Any] = {
     "prompt": "x",
+    "input": "x",
     "messages": [{"role": "user", "content": "x"}],
     "token_ids": [1],
     "tokens": [1],
@@ -155,6 +156,13 @@ def _calls(count: int, arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}] * count}
 
 
+ITEM_CALL = {"type": "function_call", "call_id": "c", "name": "f"}
+
+
+def _input(count: int, item: dict[str, Any]) -> bytes:
+    return msgspec.json.encode({"input": [item] * count})
+
+
 def _many_tools(size: int) -> bytes:
     parameters = {f"p{number}": {"type": "integer"} for number in range(size // 512 // 24)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": parameters}}}
@@ -194,6 +202,19 @@ SPECIAL: dict[str, dict[str, Callable[[int], bytes]]] = {
         ),
         "many tools with many parameters": _many_tools,
         "a tool call with nested arguments": lambda size: _messages(1, _calls(1, '{"a":' * DEEP + "1" + "}" * DEEP)),
+    },
+    "ResponsesBody": {
+        "4096 short messages": lambda size: _input(4096, {"role": "user", "content": "x"}),
+        "many text parts": lambda size: _input(
+            1, {"role": "user", "content": [{"type": "input_text", "text": "x"}] * (size // 36)}
+        ),
+        "4096 calls of one answer": lambda size: _input(4096, ITEM_CALL | {"arguments": "{}"}),
+        "calls with long arguments": lambda size: _input(
+            500, ITEM_CALL | {"arguments": '{"a": [%s1]}' % ("1," * (size // 1200))}
+        ),
+        "a call with nested arguments": lambda size: _input(
+            1, ITEM_CALL | {"arguments": '{"a":' * DEEP + "1" + "}" * DEEP}
+        ),
     },
     "TokenizeBody": {
         "a long text with its token texts": lambda size: msgspec.json.encode(

@@ -16,7 +16,7 @@ PAGE = devices.ROOT / "docs" / "agents.md"
 
 def test_the_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     model = write_preset("qwen3-3m", tmp_path / "qwen3-3m", seed=0)
     with gateways.gateway(model) as running, gateways.worker(model, running.url, "a"):
         running.has_open(1)

@@ -14,13 +14,14 @@ from typing import Any
 import openai
 import pytest
 from tests.integration import gateways
+from tests.integration.codex import CODEX_INPUT, codex_request
 from tests.integration.devices import Answer
 from tests.integration.gateways import AGENT, GENERATE, RunningGateway
 
 from rose.models.presets import write_preset
 
 NAME = "qwen3-3m"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 PROMPT, TOKENS = list(b"Once upon a time"), 6
 TALK: list[Any] = [{"role": "user", "content": "Hello!"}]
 BEARER = {"Authorization": f"Bearer {AGENT}"}
@@ -122,6 +123,17 @@ def roll(reply: Reply) -> None:
     assert all(len(entry["top_logprobs"]) == 1 for entry in choice_of(reply)["logprobs"]["content"])
 
 
+def openhands(reply: Reply) -> None:
+    message = choice_of(reply)["message"]
+    assert message["role"] == "assistant" and reply["usage"]["completion_tokens"] == TOKENS
+
+
+def codex(reply: Reply) -> None:
+    [message] = reply["output"]
+    assert (message["type"], message["role"], message["content"][0]["type"]) == ("message", "assistant", "output_text")
+    assert reply["usage"]["output_tokens"] == TOKENS and reply["usage"]["input_tokens_details"]["cached_tokens"] >= 0
+
+
 @dataclass(frozen=True)
 class ReleasedClient:
     name: str
@@ -143,6 +155,15 @@ VERIFIERS = {
     **ENDLESS,
 }  # fmt: skip
 CHATTED = {"model": NAME, "messages": TALK, "max_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
+BASH_PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+BASH_TOOL = {"type": "function", "function": {"name": "bash", "description": "x", "parameters": BASH_PARAMETERS}}
+OPENHANDS = {
+    "model": NAME, "temperature": 0.0, "max_tokens": TOKENS, "tools": [BASH_TOOL], "ignore_eos": True,
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "You help."}]},
+        {"role": "user", "content": [{"type": "text", "text": "Say hello"}]},
+    ],
+}  # fmt: skip
 RELEASED = [
     ReleasedClient(
         "verifiers 0.4 and prime-rl, first turn", GENERATE,
@@ -258,6 +279,15 @@ RELEASED = [
         CHATTED | {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": True, "top_p": 1.0},
         chat_names,
     ),
+    ReleasedClient(
+        "OpenHands, by LiteLLM 1.106.2", CHAT, OPENHANDS,
+        openhands, {"Authorization": f"Bearer {AGENT}/openhands"}, "openhands",
+    ),
+    ReleasedClient(
+        "Codex 0.169.0, its request without the stream", RESPONSES,
+        codex_request(NAME, CODEX_INPUT, stream=False, max_output_tokens=TOKENS, ignore_eos=True),
+        codex, {"Authorization": f"Bearer {AGENT}/codex"}, "codex",
+    ),
 ]  # fmt: skip
 
 
@@ -294,6 +324,16 @@ def test_nemo_gym_asks_for_prompt_ids_and_sends_back_what_it_was_told(found: Run
     second = post(found, CHAT, body | {"messages": messages, "return_token_ids": True}, headers).json
     assert second["prompt_token_ids"][: len(prompt) + len(ids)] == [*prompt, *ids]
     assert second["rose"]["turn"] == 1 and second["rose"]["is_fork"] is False
+
+
+def test_litellm_sends_back_an_answer_with_a_field_of_its_own(found: RunningGateway) -> None:
+    headers = {"Authorization": f"Bearer {AGENT}/litellm"}
+    first = post(found, CHAT, OPENHANDS, headers).json
+    answer = {"role": "assistant", "content": choice_of(first)["message"]["content"]}
+    answer["provider_specific_fields"] = {"refusal": None}
+    messages = [*OPENHANDS["messages"], answer, {"role": "user", "content": [{"type": "text", "text": "Go on"}]}]
+    second = post(found, CHAT, OPENHANDS | {"messages": messages}, headers).json
+    assert (second["rose"]["turn"], second["rose"]["is_fork"]) == (1, False)
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.integration import devices, gateways
+from tests.integration.codex import CODEX_INPUT, codex_request, said
 from tests.integration.devices import Answer
 from tests.integration.gateways import AGENT, RunningGateway
 
@@ -102,9 +103,26 @@ def test_opencode_must_not_have_a_second_name_in_its_key(found: RunningGateway) 
     assert refused.status == 400 and "another" in refused.error["message"]
 
 
-def test_codex_is_answered_with_404(found: RunningGateway) -> None:
-    body = {"model": NAME, "stream": True, "input": []}
-    assert post(found, body, {"Authorization": f"Bearer {AGENT}/codex"}, "/v1/responses").status == 404
+def codex_events(found: RunningGateway, items: list[Any]) -> list[Any]:
+    headers = {"Authorization": f"Bearer {AGENT}/ses_codex", "Accept": "text/event-stream", "session-id": "01a1f60c"}
+    body = codex_request(NAME, items, max_output_tokens=24, ignore_eos=True)
+    answer = post(found, body, headers, "/v1/responses")
+    assert answer.status == 200, answer.body
+    events = re.findall(rb"^event: (.*)\ndata: (.*)\n\n", answer.body, re.MULTILINE)
+    parsed = [json.loads(data) for _, data in events]
+    assert [name.decode() for name, _ in events] == [event["type"] for event in parsed]
+    assert parsed[-1]["type"] == "response.incomplete" and b"[DONE]" not in answer.body
+    return parsed
+
+
+def test_the_turns_of_codex_are_one_trajectory(found: RunningGateway) -> None:
+    """It sends back the items that it got, each with the fields that it keeps."""
+    done = [event["item"] for event in codex_events(found, CODEX_INPUT) if event["type"] == "response.output_item.done"]
+    [message] = done
+    back = {**message, "content": [{"type": "output_text", "text": message["content"][0]["text"], "annotations": []}]}
+    codex_events(found, [*CODEX_INPUT, back, said("user", "Go on.", 5)])
+    ended = found.ask("POST", "/v1/trajectories/ses_codex/finish", {}).json
+    assert (ended["turns"], ended["forks"]) == (2, 0)
 
 
 def test_the_page_says_what_was_replayed() -> None:

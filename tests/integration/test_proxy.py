@@ -98,6 +98,8 @@ def test_every_way_to_name_a_session_leads_to_its_shard() -> None:
                 (chat, {"Authorization": f"Basic {basic}"}),
                 ("/v1/messages", {"X-API-Key": f"TOKEN/{session}"}),
                 (f"/sessions/{coded}/v1/messages/count_tokens", {}),
+                ("/v1/responses", {"Authorization": f"Bearer TOKEN/{session}"}),
+                (f"/sessions/{coded}/v1/responses", {}),
             ):
                 status, answer = await ask("POST", path, headers=headers, data=b"{}")
                 assert (status, answer and answer[0]) == (200, shard), (session, path, headers)

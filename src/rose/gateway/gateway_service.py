@@ -44,6 +44,7 @@ from rose.openai.http_errors import Failure, RequestHandler, shutting_down, with
 from rose.openai.http_server import HttpServer, InFlight, Say, Signals, connections_limit, drain, take_port
 from rose.openai.loops import settle_process
 from rose.openai.response_rendering import ARRIVAL
+from rose.openai.responses_api import RESPONSES_PATH
 
 logger = logging.getLogger("rose.gateway")
 
@@ -79,6 +80,7 @@ SESSION_ROUTES = (
     GatewayRoute("POST", "/inference/v1/generate", turn_routes.generate, AGENTS),
     GatewayRoute("POST", "/v1/chat/completions", turn_routes.chat_completions, AGENTS),
     GatewayRoute("POST", "/v1/completions", turn_routes.completions, AGENTS),
+    GatewayRoute("POST", RESPONSES_PATH, turn_routes.responses, AGENTS),
     GatewayRoute("POST", MESSAGES_PATH, turn_routes.messages, AGENTS),
     GatewayRoute("POST", COUNT_PATH, _of_context(count_tokens), AGENTS),
     GatewayRoute("POST", "/tokenize", _of_context(information.tokenize), AGENTS),

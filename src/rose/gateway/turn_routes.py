@@ -21,13 +21,14 @@ from rose.gateway.auth import KEY_SESSION, is_trusted
 from rose.gateway.conversation import plain_prompt_of, prompt_of
 from rose.gateway.gateway_server import Gateway, TurnReader
 from rose.gateway.sessions import KeptTurn, Message, Session
-from rose.openai import anthropic_messages
+from rose.openai import anthropic_messages, responses_api
 from rose.openai import chat as device_chat
 from rose.openai import completions as device_completions
 from rose.openai import generate as device_generate
 from rose.openai.anthropic_messages import MessageRenderer
-from rose.openai.chat import ChatRenderer, check_chat
+from rose.openai.chat import ChatRenderer
 from rose.openai.completions import CompletionRenderer
+from rose.openai.conversation_answering import ConversationRenderer, check_chat
 from rose.openai.generate import GenerateRenderer, checked_sampling
 from rose.openai.generation import Choice
 from rose.openai.http_errors import bad_request
@@ -35,6 +36,7 @@ from rose.openai.prompts import choices_of, prompts_of, request_of
 from rose.openai.request_schemas import ChatBody, CompletionBody, GenerateBody, GeneratingBody
 from rose.openai.response_rendering import ARRIVAL, ResponseRenderer, answer, check_stream, new_id
 from rose.openai.response_schemas import PlacementInfo
+from rose.openai.responses_api import ItemRenderer
 
 WHOLE = Sampling()
 
@@ -82,15 +84,19 @@ async def _message(gateway: Gateway, request: web.Request, body: ChatBody, name:
     return await _converse(gateway, request, body, name, new_id("msg"), MessageRenderer)
 
 
+async def _response(gateway: Gateway, request: web.Request, body: ChatBody, name: str) -> web.StreamResponse:
+    return await _converse(gateway, request, body, name, new_id("resp"), ItemRenderer)
+
+
 async def _converse(
     gateway: Gateway,
     request: web.Request,
     body: ChatBody,
     name: str,
     reply_id: str,
-    renderer: type[ChatRenderer] | type[MessageRenderer],
+    renderer: type[ConversationRenderer],
 ) -> web.StreamResponse:
-    """Answer a conversation, in the form of one API or the other."""
+    """Answer a conversation, in the form of one API."""
     context = gateway.context
     check_chat(context, body)
     _check_one_answer(body)
@@ -133,6 +139,7 @@ def _read_message(data: bytes) -> ChatBody:
 generate = _route(device_generate.READER.read, device_generate.respond, _generate)
 chat_completions = _route(device_chat.READER.read, device_chat.respond, _chat)
 completions = _route(device_completions.READER.read, device_completions.respond, _completion)
+responses = _route(responses_api.read, responses_api.respond, _response)
 messages = _route(_read_message, anthropic_messages.respond, _message)
 
 

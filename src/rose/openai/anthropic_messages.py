@@ -17,7 +17,6 @@ from typing import NoReturn
 import msgspec
 from aiohttp import web
 
-from rose.errors import Unavailable
 from rose.openai.anthropic_schemas import (
     IGNORED_COUNT,
     IGNORED_MESSAGES,
@@ -50,17 +49,14 @@ from rose.openai.anthropic_schemas import (
     ToolUse,
     ToolUseOutput,
 )
-from rose.openai.chat import check_chat
+from rose.openai.conversation_answering import ConversationRenderer, answer_single, is_cut, prompt_ids_of
 from rose.openai.generation import Choice, ChoiceDelta
 from rose.openai.http_context import HttpContext
 from rose.openai.http_errors import Failure, bad_request
-from rose.openai.prompts import choices_of
 from rose.openai.request_parsing import BodyReader
 from rose.openai.request_schemas import CalledFunction, CalledTool, ChatBody, ChatMessage, Function, TextPart, Tool
-from rose.openai.response_rendering import ARRIVAL, ResponseRenderer, answer, new_id
-from rose.openai.response_schemas import PlacementInfo
-from rose.openai.response_writing import EventStream, event, json_response
-from rose.openai.tools import CallFinder, ParsedCall, ParsedText, are_parsed, parse_text, tool_call_of
+from rose.openai.response_rendering import new_id
+from rose.openai.response_writing import NamedEvents, json_response
 
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 READER = BodyReader(MessagesBody, IGNORED_MESSAGES)
@@ -178,51 +174,24 @@ def _tool(tool: AnthropicTool, number: int) -> Tool:
     return Tool(Function(tool.name, tool.description, tool.input_schema or dict(NO_PARAMETERS)))
 
 
-class NamedEvents(EventStream):
-    """A stream whose events have names, as Anthropic's clients read them, and no mark at the end."""
+class MessageEvents(NamedEvents):
+    """A stream whose errors are Anthropic's."""
 
-    async def send(self, chunks: Iterable[msgspec.Struct]) -> None:
-        await self._write(b"".join(map(_named, chunks)))
-
-    async def fail(self, failure: Failure) -> None:
-        await self._write(_named(error_of(failure)))
-
-    async def close(self) -> None:
-        pass
+    def errors(self, failure: Failure) -> Iterable[msgspec.Struct]:
+        return (error_of(failure),)
 
 
-def _named(data: msgspec.Struct) -> bytes:
-    return b"event: " + str(data.__struct_config__.tag).encode() + b"\n" + event(data)
+class MessageRenderer(ConversationRenderer):
+    """Responses to one request."""
 
-
-class MessageRenderer(ResponseRenderer[ChatBody]):
-    """Responses to one request. Tool calls get their ids from `calls_key`, the same for the same answer."""
-
-    EVENTS = NamedEvents
-
-    def __init__(
-        self,
-        context: HttpContext,
-        body: ChatBody,
-        reply_id: str,
-        place: PlacementInfo | None = None,
-        *,
-        calls_key: str = "",
-    ) -> None:
-        super().__init__(context, body, reply_id, place)
-        self.wants_usage = True  # the last event always comes
-        self._calls_key = calls_key or reply_id
-        self._finder = CallFinder()
-        self._calls: list[ParsedCall] = []
-        self._has_text = False
-        self._is_parsed = are_parsed(body, context.settings.tool_parser)
+    EVENTS, HAS_LAST_EVENT = MessageEvents, True
 
     def whole(self, choices: Sequence[Choice]) -> MessageReply:
         [choice] = choices
-        parsed = parse_text(choice.text) if self._is_parsed else ParsedText(choice.text)
+        parsed = self.parsed(choice)
         content: list[ContentOutput] = [TextOutput(parsed.text)] if parsed.text else []
         for call in parsed.calls:
-            content.append(ToolUseOutput(self._id(call), call.name, call.arguments))
+            content.append(ToolUseOutput(self.call_of(choice, call).id, call.name, call.arguments))
         reply = self._reply(choice, content)
         stop = _stop_of(choice, bool(parsed.calls))
         reply.stop_reason, reply.stop_sequence = stop.stop_reason, stop.stop_sequence
@@ -237,12 +206,9 @@ class MessageRenderer(ResponseRenderer[ChatBody]):
 
     def chunks(self, choice: Choice, delta: ChoiceDelta) -> Iterator[msgspec.Struct]:
         """Yield text as it comes. Calls come when the answer has ended, so that its text is one block."""
-        parsed = self._finder.push(delta.text) if self._is_parsed else ParsedText(delta.text)
-        if self._is_parsed and delta.finish_reason is not None:
-            parsed += self._finder.finish()
-        self._calls += parsed.calls
-        if parsed.text and not self._has_text:
-            self._has_text = True
+        had_text = bool(self.texts)
+        parsed = self.added(choice, delta)
+        if self.texts and not had_text:
             yield ContentBlockStart(0, TextOutput(""))
         if parsed.text:
             yield ContentBlockDelta(0, TextDelta(parsed.text))
@@ -253,20 +219,17 @@ class MessageRenderer(ResponseRenderer[ChatBody]):
         return MessageStop()
 
     def _end(self, choice: Choice) -> Iterator[msgspec.Struct]:
-        stop = _stop_of(choice, bool(self._calls))
-        if self._has_text:
+        stop = _stop_of(choice, bool(self.calls))
+        if self.texts:
             yield ContentBlockStop(0)
-        for index, call in enumerate(self._calls, start=int(self._has_text)):
-            yield ContentBlockStart(index, ToolUseOutput(self._id(call), call.name, {}))
+        for index, call in enumerate(self.calls, start=int(bool(self.texts))):
+            yield ContentBlockStart(index, ToolUseOutput(self.call_of(choice, call).id, call.name, {}))
             yield ContentBlockDelta(index, InputJsonDelta(json.dumps(call.arguments, ensure_ascii=False)))
             yield ContentBlockStop(index)
         yield MessageDelta(stop, _usage_of(choice), self.placement_of([choice]))
 
     def _reply(self, choice: Choice, content: list[ContentOutput]) -> MessageReply:
         return MessageReply(id=self.reply_id, model=self.context.model_name, content=content, usage=_usage_of(choice))
-
-    def _id(self, call: ParsedCall) -> str:
-        return tool_call_of(call, f"{self._calls_key}/0").id
 
 
 def _usage_of(choice: Choice) -> TokenUsage:
@@ -275,10 +238,8 @@ def _usage_of(choice: Choice) -> TokenUsage:
 
 def _stop_of(choice: Choice, has_called: bool) -> StopInfo:
     """Return how an answer ended. Raise Unavailable for one that was given up, which this API has no word for."""
-    if choice.finish_reason == "length":
+    if is_cut(choice):
         return StopInfo("max_tokens")
-    if choice.finish_reason != "stop":
-        raise Unavailable("the turn was given up before its end", hint="send the request again")
     if has_called:
         return StopInfo("tool_use")
     if isinstance(choice.stop_reason, str):
@@ -305,16 +266,9 @@ def is_message_path(path: str) -> bool:
 
 async def respond(context: HttpContext, request: web.Request, body: ChatBody) -> web.StreamResponse:
     """Answer a single turn."""
-    check_chat(context, body)
-    prompt = await context.encode(await context.render(body), add_special_tokens=False)
-    context.check_prompt(prompt, "messages")
-    reply_id = new_id("msg")
-    choices = choices_of(context, body, [prompt], reply_id=reply_id, arrival_s=request[ARRIVAL])
-    return await answer(context, request, choices, MessageRenderer(context, body, reply_id))
+    return await answer_single(context, request, body, new_id("msg"), MessageRenderer)
 
 
 async def count_tokens(context: HttpContext, request: web.Request) -> web.Response:
     body = chat_of(COUNT_READER.read(await context.read(request)))
-    check_chat(context, body)
-    prompt = await context.encode(await context.render(body), add_special_tokens=False)
-    return json_response(TokenCount(len(prompt)))
+    return json_response(TokenCount(len(await prompt_ids_of(context, body))))

@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rose.openai import chat, completions, generate, information
+from rose.openai import chat, completions, generate, information, responses_api, responses_api_schemas
 from rose.openai import response_schemas as schemas
 from rose.openai.access import CallerCheck, brake, check_bearer
 from rose.openai.http_context import HttpContext
@@ -38,6 +38,11 @@ ROUTES = (
     post(
         "/v1/chat/completions", chat.chat_completions, "Answer a conversation.",
         reader=chat.READER, reply=schemas.ChatCompletion, chunk=schemas.ChatChunk, statuses=GENERATES,
+    ),
+    post(
+        responses_api.RESPONSES_PATH, responses_api.responses, "Answer a conversation in OpenAI's Responses API.",
+        reader=responses_api.READER, reply=responses_api_schemas.ResponseObject, events=responses_api_schemas.EVENTS,
+        statuses=GENERATES,
     ),
     post(
         "/inference/v1/generate", generate.generate, "Token ids in, token ids out.",

@@ -8,22 +8,12 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from rose.openai.conversation_answering import ConversationRenderer, answer_single
 from rose.openai.generation import Choice, ChoiceDelta
 from rose.openai.http_context import HttpContext
-from rose.openai.http_errors import bad_request
-from rose.openai.prompts import choices_of
 from rose.openai.request_parsing import BodyReader
 from rose.openai.request_schemas import IGNORED_CHAT, ChatBody
-from rose.openai.response_rendering import (
-    ARRIVAL,
-    ResponseRenderer,
-    answer,
-    chat_logprobs,
-    check_stream,
-    new_id,
-    prompt_logprobs,
-    usage_of,
-)
+from rose.openai.response_rendering import chat_logprobs, new_id, prompt_logprobs, usage_of
 from rose.openai.response_schemas import (
     AssistantMessage,
     ChatChoice,
@@ -33,31 +23,15 @@ from rose.openai.response_schemas import (
     ChatFinish,
     ChatLogprobs,
     Delta,
-    PlacementInfo,
     ToolCallDelta,
     Usage,
 )
-from rose.openai.tools import CallFinder, ParsedText, are_parsed, check_tools, parse_text, tool_call_of
 
 READER = BodyReader(ChatBody, IGNORED_CHAT)
 
 
-class ChatRenderer(ResponseRenderer[ChatBody]):
-    """Responses to one chat request. Tool calls get their ids from `calls_key`, the same for the same answer."""
-
-    def __init__(
-        self,
-        context: HttpContext,
-        body: ChatBody,
-        reply_id: str,
-        place: PlacementInfo | None = None,
-        *,
-        calls_key: str = "",
-    ) -> None:
-        super().__init__(context, body, reply_id, place)
-        self._calls_key = calls_key or reply_id
-        self._finders: dict[int, CallFinder] = {}
-        self._is_parsed = are_parsed(body, context.settings.tool_parser)
+class ChatRenderer(ConversationRenderer):
+    """Responses to one chat request, in the form of chat completions."""
 
     def whole(self, choices: Sequence[Choice]) -> ChatCompletion:
         reply = ChatCompletion(
@@ -108,23 +82,18 @@ class ChatRenderer(ResponseRenderer[ChatBody]):
 
     def _added(self, choice: Choice, delta: ChoiceDelta) -> tuple[Delta, ChatFinish | None]:
         """Return what a delta adds to the message, and how the choice ended if it did."""
-        if not self._is_parsed:
-            return Delta(content=delta.text or None), _finish_of(delta, False)
-        finder = self._finders.setdefault(choice.index, CallFinder())
-        parsed = finder.push(delta.text)
-        if delta.finish_reason is not None:
-            parsed += finder.finish()
+        parsed = self.added(choice, delta)
         calls: list[ToolCallDelta] = []
         for call in parsed.calls:
-            whole = tool_call_of(call, self._key(choice))
+            whole = self.call_of(choice, call)
             calls.append(ToolCallDelta(call.number, whole.id, whole.function))
-        return Delta(content=parsed.text or None, tool_calls=calls or None), _finish_of(delta, finder.has_called)
+        return Delta(content=parsed.text or None, tool_calls=calls or None), _finish_of(delta, self.has_called(choice))
 
     def _whole_choice(self, choice: Choice) -> ChatChoice:
-        parsed = parse_text(choice.text) if self._is_parsed else ParsedText(choice.text)
+        parsed = self.parsed(choice)
         message = AssistantMessage(content=parsed.text or None if parsed.calls else parsed.text)
         if parsed.calls:
-            message.tool_calls = [tool_call_of(call, self._key(choice)) for call in parsed.calls]
+            message.tool_calls = [self.call_of(choice, call) for call in parsed.calls]
         whole = ChatChoice(
             index=choice.index,
             message=message,
@@ -137,9 +106,6 @@ class ChatRenderer(ResponseRenderer[ChatBody]):
             whole.token_ids = choice.token_ids
         return whole
 
-    def _key(self, choice: Choice) -> str:
-        return f"{self._calls_key}/{choice.index}"
-
     def _logprobs(self, deltas: Sequence[ChoiceDelta]) -> ChatLogprobs | None:
         if not self.body.logprobs:
             return None
@@ -151,23 +117,9 @@ def _finish_of(output: Choice | ChoiceDelta, has_called: bool) -> ChatFinish | N
     return "tool_calls" if output.finish_reason == "stop" and has_called else output.finish_reason
 
 
-def check_chat(context: HttpContext, body: ChatBody) -> None:
-    """Raise Failure for what the types do not exclude."""
-    context.check_model(body.model)
-    check_stream(body)
-    check_tools(body)
-    if body.top_logprobs and not body.logprobs:
-        raise bad_request("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
-
-
 async def chat_completions(context: HttpContext, request: web.Request) -> web.StreamResponse:
     return await respond(context, request, READER.read(await context.read(request)))
 
 
 async def respond(context: HttpContext, request: web.Request, body: ChatBody) -> web.StreamResponse:
-    check_chat(context, body)
-    prompt = await context.encode(await context.render(body), add_special_tokens=False)
-    context.check_prompt(prompt, "messages")
-    reply_id = new_id("chatcmpl", body.request_id)
-    choices = choices_of(context, body, [prompt], reply_id=reply_id, arrival_s=request[ARRIVAL])
-    return await answer(context, request, choices, ChatRenderer(context, body, reply_id))
+    return await answer_single(context, request, body, new_id("chatcmpl", body.request_id), ChatRenderer)

@@ -38,7 +38,7 @@ Handler = Callable[[HttpContext, web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class HttpRoute:
-    """One route. `reply` None means text; `chunk` is the type of its stream's events."""
+    """One route. `reply` None means text; `chunk` is the type of its stream's events, `events` those with names."""
 
     method: str
     path: str
@@ -46,6 +46,7 @@ class HttpRoute:
     what: str
     reply: type[msgspec.Struct] | None = None
     chunk: type[msgspec.Struct] | None = None
+    events: Sequence[type[msgspec.Struct]] = ()
     reader: BodyReader[Any] | None = None
     statuses: Sequence[int] = ()
 
@@ -63,7 +64,7 @@ def openapi_document(routes: Sequence[HttpRoute], inner_readers: Iterable[BodyRe
     readers = [route.reader for route in routes if route.reader is not None] + list(inner_readers)
     kinds: list[type] = [ErrorBody, *(reader.kind for reader in readers)]
     for route in routes:
-        kinds += [kind for kind in (route.reply, route.chunk) if kind is not None]
+        kinds += [kind for kind in (route.reply, route.chunk, *route.events) if kind is not None]
     _, schemas = msgspec.json.schema_components(list(dict.fromkeys(kinds)), ref_template=REF)
     for reader in readers:
         _close(schemas[reader.kind.__name__], reader, model_name)
@@ -120,12 +121,19 @@ def _success(route: HttpRoute) -> Schema:
         return {"description": "Text.", "content": {"text/plain": {"schema": {"type": "string"}}}}
     content: Schema = {"application/json": {"schema": _ref(route.reply.__name__)}}
     if route.chunk is not None:  # an event is a chunk, an error, or the last one
-        kinds = [_ref(kind.__name__) for kind in (route.chunk, ErrorBody)]
-        json_text = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
-        data = {"anyOf": [{"const": "[DONE]"}, json_text]}
+        data = {"anyOf": [{"const": "[DONE]"}, _json_text((route.chunk, ErrorBody))]}
         schema = {"type": "object", "properties": {"data": data}, "required": ["data"]}
         content["text/event-stream"] = {"schema": schema}
+    if route.events:
+        properties = {"event": {"type": "string"}, "data": _json_text(route.events)}
+        schema = {"type": "object", "properties": properties, "required": ["event", "data"]}
+        content["text/event-stream"] = {"schema": schema}
     return {"description": "The answer.", "content": content}
+
+
+def _json_text(kinds: Iterable[type[msgspec.Struct]]) -> Schema:
+    refs = [_ref(kind.__name__) for kind in kinds]
+    return {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": refs}}
 
 
 def _error(status: int) -> Schema:

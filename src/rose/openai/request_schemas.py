@@ -180,9 +180,10 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
 Tools = Annotated[list[Tool], Meta(max_length=TOOLS_MAX)]
 
 
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+class ChatMessage(FreeJson, forbid_unknown_fields=True):
     """A message as clients send it back, with the empty fields that an assistant's message has."""
 
+    FREE: ClassVar[tuple[str, ...]] = ("provider_specific_fields",)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: PromptText | Annotated[list[TextPart], Meta(max_length=PARTS_MAX)] | None = None
     name: Label | None = None
@@ -198,6 +199,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     generation_log_probs: Annotated[list[Finite], Meta(max_length=TOKENS_MAX)] | None = None
     function_call: None = None
     audio: None = None
+    provider_specific_fields: FreeObject | None = None  # LiteLLM's own; not used
 
     @property
     def text(self) -> str:

@@ -67,13 +67,14 @@ class ResponseRenderer(ABC, Generic[Body]):
     """The shape of one route's responses to one request. `place` is what a gateway adds about a turn."""
 
     EVENTS: ClassVar[type[EventStream]] = EventStream
+    HAS_LAST_EVENT: ClassVar[bool] = False  # whether a stream ends with `usage_chunk` whether it was asked for or not
 
     def __init__(self, context: HttpContext, body: Body, reply_id: str, place: PlacementInfo | None = None) -> None:
         self.context, self.body, self.reply_id = context, body, reply_id
         self.created = int(time.time())
         self._place = place
         options = body.stream_options
-        self.wants_usage = options is not None and bool(options.include_usage)
+        self.wants_usage = self.HAS_LAST_EVENT or (options is not None and bool(options.include_usage))
 
     @abstractmethod
     def whole(self, choices: Sequence[Choice]) -> msgspec.Struct:

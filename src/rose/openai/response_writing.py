@@ -11,6 +11,7 @@ for too long its connection is cut (connections.py).
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -79,6 +80,11 @@ def event(data: msgspec.Struct) -> bytes:
     return b"data: " + ENCODER.encode(data) + b"\n\n"
 
 
+def named_event(data: msgspec.Struct) -> bytes:
+    """Return one event under the name that its type has as its tag."""
+    return b"event: " + str(data.__struct_config__.tag).encode() + b"\n" + event(data)
+
+
 class ReaderGone(Exception):
     """The client does not read or has disconnected; there is no reader to answer."""
 
@@ -117,3 +123,20 @@ class EventStream:
                 await drained(self._request)
         except ConnectionError as error:
             raise ReaderGone from error
+
+
+class NamedEvents(EventStream, ABC):
+    """A stream whose events have names, and no mark at the end."""
+
+    @abstractmethod
+    def errors(self, failure: Failure) -> Iterable[msgspec.Struct]:
+        """Return the events that tell an error."""
+
+    async def send(self, chunks: Iterable[msgspec.Struct]) -> None:
+        await self._write(b"".join(map(named_event, chunks)))
+
+    async def fail(self, failure: Failure) -> None:
+        await self.send(self.errors(failure))
+
+    async def close(self) -> None:
+        """End without a last event of its own."""

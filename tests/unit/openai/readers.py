@@ -7,13 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from rose.openai import chat, completions, generate, information
+from rose.openai import chat, completions, generate, information, responses_api
 from rose.openai.http_errors import Failure
 from rose.openai.request_parsing import BodyReader
 
 READERS: dict[str, BodyReader[Any]] = {
     "completions": completions.READER,
     "chat": chat.READER,
+    "responses": responses_api.READER,
     "generate": generate.READER,
     "sampling": generate.SAMPLING_READER,
     "tokenize": information.TOKENIZE_READER,
@@ -22,6 +23,7 @@ READERS: dict[str, BodyReader[Any]] = {
 LEAST: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "x"},
     "chat": {"messages": [{"role": "user", "content": "x"}]},
+    "responses": {"input": "x"},
     "generate": {"token_ids": [1]},
     "sampling": {},
     "tokenize": {},

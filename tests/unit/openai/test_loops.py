@@ -34,6 +34,8 @@ ATTEMPTS = 4
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 
+RESPONSES = "/v1/responses"
+
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 
@@ -107,6 +109,22 @@ WORST: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
         CHAT,
         lambda: b"{" + USER + b',"n":128,"max_tokens":200,"logprobs":true,"top_logprobs":20}',
         {200},
+    ),
+    "items": (RESPONSES, lambda: filled(b'{"input":[', b'{"role":"user"}', b"]}"), {400}),
+    "as many items as allowed": (
+        RESPONSES,
+        lambda: filled(b'{"max_output_tokens":1,"input":[', b'{"role":"user","content":"x"}', b"]}", 29 * 4096),
+        {400},
+    ),
+    "calls of one answer": (
+        RESPONSES,
+        lambda: filled(b'{"input":[', b'{"type":"function_call","name":"f","arguments":"{}"}', b"]}", 51 * 4096),
+        {400},
+    ),
+    "tools of another type": (
+        RESPONSES,
+        lambda: filled(b'{"input":"x","tools":[{"type":"x","y":[', b"[]", b"]}]}"),
+        {400},
     ),
     "token ids": (GENERATE, lambda: filled(b'{"token_ids":[', b"7", b"]}"), {400}),
     "sampling": (GENERATE, lambda: filled(b'{"token_ids":[1],"sampling_params":{"a":[', b"[]", b"]}}"), {400}),

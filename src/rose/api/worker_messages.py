@@ -35,6 +35,7 @@ from rose.bounds import (
     NonNegative,
     Seconds,
     Serial,
+    Share,
     Text,
     TokenId,
     TokenIds,
@@ -51,12 +52,42 @@ AT_ONCE = 32  # messages that are encoded together; if that is too much for a fr
 PIECES_MAX = 1024  # of one `TokensAdded`; a worker with more turns sends several
 ALTERNATIVES_MAX = 128  # per token; clients may ask for 20
 PHASES_MAX = 32  # of taking a version
+LABELS_MAX = 16  # of one worker
+LABEL_CHARACTERS_MAX = 64  # of a label's key, and of its value
 CONNECT_PATH = "/v1/workers/connect"
 ON_WIRE = {"attempt_id": "ticket"}  # the name that earlier versions of ROSE gave it
 
 Kind = Literal["dedicated", "borrowed"]
+LabelValue = Annotated[str, Meta(max_length=LABEL_CHARACTERS_MAX)]
 Residency = Literal["resident", "parked", "absent", "activating"]
 """Where the rollout model is: loaded, parked (KV cache released), unloaded, or being loaded."""
+
+
+WorkerLabels = Annotated[
+    dict[Annotated[str, Meta(min_length=1, max_length=LABEL_CHARACTERS_MAX)], LabelValue], Meta(max_length=LABELS_MAX)
+]
+"""Words by which an operator chooses workers, such as `rack: a3`."""
+
+
+class ServingReport(msgspec.Struct, frozen=True):
+    """What a lent device reports of its users: latencies of the last thousand requests, budgets, and what was lost.
+
+    `counted` are deadlines that lending missed, `ambiguous` those that it may have cost. `lent_share` is the share of
+    the time that rollout steps ran, over some seconds.
+    """
+
+    requests: Count = 0
+    ttft_p50_s: Seconds | None = None
+    ttft_p99_s: Seconds | None = None
+    tpot_p50_s: Seconds | None = None
+    tpot_p99_s: Seconds | None = None
+    ttft_budget_s: Seconds | None = None
+    tpot_budget_s: Seconds | None = None
+    lent_share: Share | None = None
+    counted: Serial = 0
+    ambiguous: Serial = 0
+    breaker_trips: Serial = 0
+    is_resting: bool = False  # the circuit breaker has stopped lending for a while
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, rename={"max_concurrency": "seats"}):
@@ -74,6 +105,7 @@ class Join(msgspec.Struct, frozen=True, tag=True, rename={"max_concurrency": "se
     is_offered: bool = True
     shards: Count = 0  # how many gateways it knows and could join
     has_moved: bool = False  # from another gateway to this one
+    labels: WorkerLabels = {}
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="Beat"):
@@ -104,6 +136,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="Beat"):
     activation_s: Seconds | None = None  # how long the last one took
     can_park: bool = False  # it understands `Activate` and `Park`
     shut_s: Seconds | None = None
+    serving: ServingReport | None = None  # of a device that serves users
 
 
 Alternatives = Annotated[tuple[tuple[TokenId, LogProbability], ...], Meta(max_length=ALTERNATIVES_MAX)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib import error, request
 
+from rose.cli.options import labels_of
 from rose.errors import ConfigError, RequestRefused, Unavailable
 
 SUMMARY = "control a lent device: status, pause, resume, drain, dry-run, limits"
@@ -54,6 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="cpu:0", help="serving's device: cpu:0, cpu:0-3, cuda:0 (default cpu:0)")
     group.add_argument("--gateway", metavar="URL[,URL]", help="the gateway to join (token: ROSE_WORKER_TOKEN)")
     group.add_argument("--worker-name", default="", metavar="NAME", help="registered name (HOSTNAME-PID)")
+    group.add_argument("--label", action="append", default=[], metavar="K=V", help="label in the gateway; repeatable")
     group.add_argument("--owner-port", type=int, default=0, metavar="N", help="port of the controls; 0 is a free one")
     group.add_argument("--mode", choices=MODES, default="auto", help="when to lend; auto is decode with budgets")
     group.add_argument("--ttft-ms", type=float, default=None, help="serving's budget for a first token")
@@ -225,5 +227,6 @@ def _lend_beside(arguments: argparse.Namespace) -> int:
     )
     kv: KvChoice = "static" if arguments.action == "sglang" else arguments.kv
     lending = VllmLending(engine, arguments.serving_url or "", terms.chosen_mode, terms.budgets, compute_share, kv)
-    work = lend(lending, arguments.gateway, arguments.worker_name, arguments.owner_port, client_type)
+    labels = labels_of(arguments.label)
+    work = lend(lending, arguments.gateway, arguments.worker_name, arguments.owner_port, client_type, labels)
     return asyncio.run(work)

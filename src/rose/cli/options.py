@@ -8,6 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from rose.errors import ConfigError
+
+LABELS_MAX, LABEL_CHARACTERS_MAX = 16, 64  # the limits of a worker's registration (api/worker_messages.py)
 Settings = TypeVar("Settings")
 
 
@@ -30,6 +33,20 @@ def settings_of(arguments: argparse.Namespace, settings_type: type[Settings], fl
     values = {key: getattr(arguments, flag) for flag, key in flags.items()}
     overrides = [as_override(key, value) for key, value in values.items() if value is not None]
     return load_settings(settings_type, arguments.settings, [*arguments.overrides, *overrides])
+
+
+def labels_of(given: Sequence[str]) -> dict[str, str]:
+    """Return labels written as `key=value`. Raises ConfigError."""
+    labels = {}
+    for label in given:
+        key, equals, value = label.partition("=")
+        if not key or not equals or max(len(key), len(value)) > LABEL_CHARACTERS_MAX:
+            hint = f"write KEY=VALUE, each at most {LABEL_CHARACTERS_MAX} characters, for example rack=a3"
+            raise ConfigError(f"`{label[:80]}` is not a label", hint=hint)
+        labels[key] = value
+    if len(labels) > LABELS_MAX:
+        raise ConfigError(f"{len(labels)} labels are too many", hint=f"give at most {LABELS_MAX}")
+    return labels
 
 
 def say(what: str) -> None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rose.cli.options import add_settings_options, say, settings_of
+from rose.cli.options import add_settings_options, labels_of, say, settings_of
 from rose.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rollout-port", type=int, metavar="N", help="TCP port for rollouts; 0 takes any (8001)")
     parser.add_argument("--gateway", metavar="URL[,URL]", help="work for this gateway (token: ROSE_WORKER_TOKEN)")
     parser.add_argument("--worker-name", metavar="NAME", help="name in the gateway (default: HOST-PID)")
+    parser.add_argument("--label", action="append", default=[], metavar="K=V", help="label in the gateway; repeatable")
     parser.add_argument("--journal", metavar="FILE", help="write every lending decision and breach to this file")
     parser.add_argument("--device", metavar="cpu:N", help="cores the engine is pinned to: cpu:0, cpu:0-1 (cpu:0)")
     parser.add_argument("--host", help="address to listen on (127.0.0.1)")
@@ -111,5 +112,6 @@ def _agent(arguments: argparse.Namespace) -> SidecarTask | None:
             f"there is no token for the gateway at {arguments.gateway}",
             hint="set ROSE_WORKER_TOKEN to the token that the gateway has for workers",
         )
-    known = {"gateway": arguments.gateway, "token": token, "name": arguments.worker_name or ""}
+    known: dict[str, Any] = {"gateway": arguments.gateway, "token": token, "name": arguments.worker_name or ""}
+    known["labels"] = labels_of(arguments.label)
     return SidecarTask("rose.worker.agent:run_as_sidecar", known)

@@ -106,6 +106,8 @@ class AdminControls:
             serving=arbiter.admission.history.times,
             is_resting=bool(arbiter.why_resting(now_s)),
             shut_s=arbiter.stalls.blocked_s(now_s),
+            ttft_budget_s=arbiter.accountant.budgets.ttft_s,
+            tpot_budget_s=arbiter.accountant.budgets.tpot_s,
         )
 
     def _dry_run(self, now_s: float) -> DryRunStatus | None:

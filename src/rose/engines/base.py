@@ -157,6 +157,8 @@ class LendingStatus(msgspec.Struct, frozen=True):
     is_resting: bool = False  # the circuit breaker has stopped lending for a while
     serving: ServingTimes | None = None  # its latencies now, and what lending adds
     shut_s: float | None = None  # time since admission let a step through (`core.admission_stalls`)
+    ttft_budget_s: float | None = None  # serving's declared or assumed budgets
+    tpot_budget_s: float | None = None
 
 
 class Subscribers(Generic[Fact]):

@@ -113,13 +113,20 @@ def registered_gateway(entry: GatewayEntry) -> Iterator[Path]:
         yield path
 
 
+def running_gateways() -> list[GatewayEntry]:
+    """Return the gateways of this user that run on this machine."""
+    known = []
+    for content in entries(registry_folder("gateways")):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            known.append(msgspec.json.decode(content, type=GatewayEntry))
+    return known
+
+
 def token_for(role: Role, url: str) -> str | None:
     """Return the token from the environment, or that of this user's gateway at this address, or None."""
     if VARIABLES[role] in os.environ:
         return token_from(VARIABLES[role])
-    for content in entries(registry_folder("gateways")):
-        with suppress(msgspec.DecodeError, UnicodeDecodeError):
-            entry = msgspec.json.decode(content, type=GatewayEntry)
-            if entry.url == url.rstrip("/") and entry.tokens.of(role):
-                return entry.tokens.of(role)
+    for entry in running_gateways():
+        if entry.url == url.rstrip("/") and entry.tokens.of(role):
+            return entry.tokens.of(role)
     return None

@@ -26,6 +26,7 @@ from rose.engines.base import Request, Sampling
 from rose.engines.token_stream import TokenSink
 from rose.errors import Unavailable
 from rose.gateway.crash_recovery import recover
+from rose.gateway.fleet_controls import FleetControls
 from rose.gateway.ledger import Ledger, NoLedger
 from rose.gateway.pool import NO_VERSION_YET, Pool, PoolWorker, Send
 from rose.gateway.provisioning import Provisioning
@@ -76,6 +77,7 @@ class GatewayCore:
         self.provisioning = Provisioning(
             self.pool, self.scheduler, self._router, provision_rules(settings), first_number=first, began_s=now_s
         )
+        self.fleet = FleetControls(self.pool, self.scheduler, self.provisioning, ledger)
         self.shard_moves = ShardMoves(self.pool, self.scheduler, settings)
         room = MemoryLimit(settings.max_kept_mb * MIB, settings.max_session_mb * MIB)
         self.trajectories = Trajectories(settings.max_trajectories, settings.idle_s, ledger, room=room)
@@ -95,6 +97,7 @@ class GatewayCore:
         return worker
 
     def on_joined(self, worker: PoolWorker, now_s: float) -> None:
+        self.fleet.on_joined(worker)
         self.pool.request_newest(worker, now_s)
         self._on_worker_change(worker, now_s)
 

@@ -20,6 +20,7 @@ from rose.config.server_settings import GatewaySettings
 from rose.engines.base import EngineEvents, EngineFacts, LendingStatus, Request
 from rose.engines.token_stream import TokenSink
 from rose.errors import RequestRefused, Unavailable
+from rose.gateway.fleet_view import FleetFeed
 from rose.gateway.gateway_core import GatewayCore
 from rose.gateway.ledger import Ledger, NoLedger
 from rose.gateway.ledger_file import LOG_BYTES
@@ -189,6 +190,7 @@ class Gateway:
     engine: PoolEngine
     changes: ChangeSignal  # of groups that are complete and versions that workers have loaded
     weights: FleetMetrics
+    feed: FleetFeed  # of live pages
     publisher: PublisherProcess | None = None  # of weights that a trainer writes to folders
     now_s: Callable[[], float] = time.monotonic
 
@@ -270,7 +272,7 @@ def build_gateway(folder: ModelFolder, settings: GatewaySettings) -> Gateway:
         folder, name, settings, engine, metrics=GatewayMetrics(name, lambda: engine.facts, metrics, is_live=is_live)
     )
     fleet = FleetMetrics(metrics, lambda: [core.pool.lag(worker) for worker in core.pool])
-    gateway = Gateway(context, settings, core, engine, ChangeSignal(), fleet, publisher)
+    gateway = Gateway(context, settings, core, engine, ChangeSignal(), fleet, FleetFeed(core, name), publisher)
     core.on_news, core.on_change = gateway.changes.notify, engine.refresh
     _register_metrics(gateway, metrics)
     return gateway

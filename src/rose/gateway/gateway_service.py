@@ -21,7 +21,15 @@ from aiohttp import web
 from rose.api.worker_messages import CONNECT_PATH
 from rose.config.server_settings import GatewaySettings
 from rose.errors import Unavailable
-from rose.gateway import shard_peers, trainer_routes, turn_routes, vllm_control_routes, worker_endpoint
+from rose.gateway import (
+    fleet_routes,
+    live_page,
+    shard_peers,
+    trainer_routes,
+    turn_routes,
+    vllm_control_routes,
+    worker_endpoint,
+)
 from rose.gateway.auth import (
     ROLES,
     VARIABLES,
@@ -36,7 +44,7 @@ from rose.gateway.gateway_server import Gateway, build_gateway
 from rose.gateway.trajectory_table import Forbidden
 from rose.models.model_folder import load_model_folder
 from rose.openai import information
-from rose.openai.access import brake
+from rose.openai.access import CallerCheck, brake
 from rose.openai.anthropic_messages import COUNT_PATH, MESSAGES_PATH, count_tokens, error_response, is_message_path
 from rose.openai.connections import mark_authenticated
 from rose.openai.http_context import HttpContext
@@ -55,18 +63,25 @@ AGENTS: tuple[Role, ...] = ("agent", "trainer")
 READERS: tuple[Role, ...] = ("agent", "trainer", "operator")
 TRAINERS: tuple[Role, ...] = ("trainer",)
 OPERATORS: tuple[Role, ...] = ("operator", "trainer")
+OWNERS: tuple[Role, ...] = ("operator",)  # what not even a trainer may do
 WORKERS: tuple[Role, ...] = ("worker",)
 PUBLIC: tuple[Role, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayRoute:
-    """One route and the roles that may use it; without roles it is open to every client."""
+    """One route and the roles that may use it; without roles it is open to every client.
+
+    A connection that `is_lasting` stays as long as the gateway does. A route of the live page refuses requests from web
+    pages of other sites, by the headers Host and Origin.
+    """
 
     method: str
     path: str
     handler: Handler
     roles: tuple[Role, ...]
+    is_lasting: bool = False
+    is_of_page: bool = False
 
 
 def _of_context(handler: ContextHandler) -> Handler:
@@ -75,6 +90,8 @@ def _of_context(handler: ContextHandler) -> Handler:
 
     return bound
 
+
+ORDERS_PATH = "/v1/pool/orders"
 
 SESSION_ROUTES = (
     GatewayRoute("POST", "/inference/v1/generate", turn_routes.generate, AGENTS),
@@ -100,7 +117,13 @@ ROUTES = (
     GatewayRoute("GET", "/v1/shard", shard_peers.shard_status, OPERATORS),
     GatewayRoute("GET", "/v1/pool", trainer_routes.pool, ROLES),
     GatewayRoute("POST", "/v1/pool/{worker}/drain", trainer_routes.drain, OPERATORS),
-    GatewayRoute("GET", CONNECT_PATH, worker_endpoint.connect, WORKERS),
+    GatewayRoute("POST", ORDERS_PATH, fleet_routes.give_order, OWNERS, is_of_page=True),
+    GatewayRoute("GET", ORDERS_PATH, fleet_routes.orders, OPERATORS, is_of_page=True),
+    GatewayRoute("GET", "/ui", live_page.show_page, PUBLIC, is_of_page=True),
+    GatewayRoute("GET", "/ui/events", live_page.events, OPERATORS, is_lasting=True, is_of_page=True),
+    GatewayRoute("GET", "/ui/trajectories", live_page.trajectories, OPERATORS, is_of_page=True),
+    GatewayRoute("GET", "/ui/trajectories/{trajectory:.+}", live_page.trajectory, OPERATORS, is_of_page=True),
+    GatewayRoute("GET", CONNECT_PATH, worker_endpoint.connect, WORKERS, is_lasting=True),
     GatewayRoute("GET", "/metrics", _of_context(information.metrics), ROLES),
     GatewayRoute("GET", "/health", _of_context(information.health), PUBLIC),
     GatewayRoute("GET", "/version", _of_context(information.version), PUBLIC),
@@ -136,8 +159,10 @@ def routes_of(settings: GatewaySettings) -> tuple[GatewayRoute, ...]:
 
 def application(gateway: Gateway, tokens: RoleTokens, in_flight: InFlight) -> web.Application:
     app = web.Application(client_max_size=gateway.settings.max_body_bytes, middlewares=[_shaped])
+    callers = CallerCheck(gateway.settings)
     for route in routes_of(gateway.settings):
-        app.router.add_route(route.method, route.path, _guarded(gateway, tokens, in_flight, route))
+        handler = _guarded(gateway, tokens, in_flight, route, callers if route.is_of_page else None)
+        app.router.add_route(route.method, route.path, handler)
     return app
 
 
@@ -155,21 +180,25 @@ async def _shaped(request: web.Request, handler: RequestHandler) -> web.StreamRe
         return error_response(failure) if is_message_path(request.path) else failure.response()
 
 
-def _guarded(gateway: Gateway, tokens: RoleTokens, in_flight: InFlight, route: GatewayRoute) -> RequestHandler:
-    is_worker = route.roles == WORKERS  # it stays as long as the gateway does
+def _guarded(
+    gateway: Gateway, tokens: RoleTokens, in_flight: InFlight, route: GatewayRoute, callers: CallerCheck | None
+) -> RequestHandler:
+    counts = not route.is_lasting
 
     async def bound(request: web.Request) -> web.StreamResponse:
         request[ARRIVAL] = time.monotonic()
+        if callers is not None:
+            callers.check(request)
         if route.roles:
             check_role(request, tokens, route.roles)
             mark_authenticated(request)
         if in_flight.draining:
             raise shutting_down("the gateway")
-        in_flight.count += not is_worker
+        in_flight.count += counts
         try:
             return await route.handler(gateway, request)
         finally:
-            in_flight.count -= not is_worker
+            in_flight.count -= counts
 
     return bound
 
@@ -239,4 +268,5 @@ def _announce(gateway: Gateway, url: str, entry: Path, say: Say) -> None:
         say(f"its control routes are those of {gateway.settings.control.api}; folders of weights: {source}")
     names = ", ".join(VARIABLES.values())
     say(f"its tokens are in {entry}, or where you set them ({names})")
+    say(f"the live page is {url}/ui; its token: rose pool token --gateway {url}")
     say(f"try: rose serve --lend MODEL --gateway {url}")

@@ -95,6 +95,12 @@ class NoLedger:
 
     def set_versions(self, versions: Sequence[NewVersion]) -> None: ...
 
+    def set_orders(self, orders: bytes) -> None: ...
+
+    def read_orders(self) -> bytes | None:
+        """Return what `set_orders` was last given, also by an earlier incarnation."""
+        return None
+
     def when_durable(self, callback: OnDurable) -> None:
         callback(None)
 
@@ -260,6 +266,13 @@ class Ledger(LedgerFile, NoLedger):
 
     def set_versions(self, versions: Sequence[NewVersion]) -> None:
         self.note(SET_META, "versions", _encoder.encode(versions))
+
+    def set_orders(self, orders: bytes) -> None:
+        self.note(SET_META, "orders", orders)
+
+    def read_orders(self) -> bytes | None:
+        row = self.fetch_one("SELECT value FROM meta WHERE name = 'orders'")
+        return row[0] if row is not None else None
 
     def commit(self) -> None:
         super().commit()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rose.api.worker_messages import Heartbeat, Join, Kind, NewVersion, ToAgent, TokensAdded, TurnTokens, VersionReady
+from rose.core.fleet_orders import NO_ORDER, WorkerOrder
 from rose.core.stalls import ObservedStall
 from rose.core.versions import UNKNOWN, VersionDemand
 from rose.core.worker_table import WorkerView
@@ -60,6 +61,7 @@ class PlacementState:
     closed_until_s: float = 0.0
     is_draining: bool = False
     move_to: int | None = None  # the shard that it joins next, once it has no turns
+    order: WorkerOrder = NO_ORDER  # of the operator; set by `FleetControls`
     trouble: str = ""
 
 
@@ -97,6 +99,12 @@ class PoolWorker:
     @property
     def kind(self) -> Kind:
         return self.registration.kind
+
+    @property
+    def turns_max(self) -> int:
+        """The most turns at once: what the worker can run, or less if its operator limits it."""
+        most, limit = self.registration.max_concurrency, self.placement.order.turns_max
+        return most if limit is None else min(most, limit)
 
     @property
     def trouble(self) -> str:
@@ -161,6 +169,11 @@ class Pool:
     @property
     def newest_version(self) -> str | None:
         return next(reversed(self._published), None)
+
+    @property
+    def versions(self) -> int:
+        """Count the versions that were published, over all incarnations that the ledger knows."""
+        return self._newest + 1
 
     @property
     def published(self) -> Sequence[NewVersion]:
@@ -321,7 +334,7 @@ class Pool:
             name=worker.name,
             is_dedicated=worker.kind == "dedicated",
             is_open=self.accepts_turns(worker) and worker.provisioning.is_wanted and self.may_run(worker),
-            max_concurrency=worker.registration.max_concurrency,
+            max_concurrency=worker.turns_max,
             kv_tokens=heartbeat.kv_tokens,
             closed_until_s=worker.placement.closed_until_s,
             prefill_tok_s=heartbeat.prefill_tok_s,
@@ -338,7 +351,8 @@ class Pool:
         """Return whether worker, owner and operator allow turns, whatever the weights."""
         heartbeat = worker.heartbeat
         is_ready = heartbeat.gate_open and heartbeat.place == "resident"
-        return is_ready and heartbeat.is_offered and not worker.placement.is_draining
+        placement = worker.placement
+        return is_ready and heartbeat.is_offered and not placement.is_draining and placement.order.state == "lending"
 
     def expired(self, now_s: float) -> list[PoolWorker]:
         return [worker for worker in self._workers.values() if now_s > worker.lease.until_s]

@@ -37,6 +37,7 @@ STUCK_S = 20.0  # none of its turns has advanced for so long: many times the lon
 PATIENCE_S = 10.0  # with a borrowed device that can have no turns, while others could
 AVOIDED_S = 30.0
 JOINED, OFFERED, LOST = "it joined with its model at hand", "its owner offers it again", "it is gone"
+HELD = "its operator ordered so"
 USELESS = "it was of no use, and there is another"
 
 
@@ -92,8 +93,10 @@ class Provisioning:
         """Update the worker's cycle: it joined, or reported its state."""
         if worker.kind != "borrowed":
             return
-        is_ours = worker.provisioning.is_wanted and worker.heartbeat.is_offered
-        if is_ours:
+        is_held = worker.placement.order.state != "lending"
+        if is_held:
+            self._end(worker, HELD, now_s)
+        elif worker.provisioning.is_wanted and worker.heartbeat.is_offered:
             self._begin(worker, OFFERED if worker.provisioning.kv_use is not None else JOINED, now_s)
         else:
             self._end(worker, "its owner wants it back", now_s)
@@ -124,7 +127,7 @@ class Provisioning:
             self._wanted_s = None
         self.on_turn(now_s)
         for worker in borrowed:
-            self._reconcile(worker, now_s)
+            self.reconcile(worker, now_s)
 
     # Decisions
 
@@ -182,7 +185,8 @@ class Provisioning:
     @staticmethod
     def _device(worker: PoolWorker, now_s: float) -> DeviceView:
         heartbeat, state = worker.heartbeat, worker.provisioning
-        is_lent = heartbeat.is_offered and not worker.placement.is_draining
+        placement = worker.placement
+        is_lent = heartbeat.is_offered and not placement.is_draining and placement.order.state == "lending"
         return DeviceView(
             name=worker.name,
             is_borrowed=state.is_wanted and is_lent,
@@ -224,15 +228,18 @@ class Provisioning:
         self._record_progress(worker, now_s)
 
     @staticmethod
-    def _reconcile(worker: PoolWorker, now_s: float) -> None:
-        heartbeat, state = worker.heartbeat, worker.provisioning
-        if not heartbeat.can_park or not heartbeat.is_offered or worker.placement.is_draining:
+    def reconcile(worker: PoolWorker, now_s: float) -> None:
+        """Ask a device that is not in the wanted state to load or to park the rollout model."""
+        heartbeat, state, ordered = worker.heartbeat, worker.provisioning, worker.placement.order.state
+        if not heartbeat.can_park or not heartbeat.is_offered or worker.placement.is_draining or ordered == "paused":
             return
-        if state.is_wanted == (heartbeat.place in ("resident", "activating")):
+        is_wanted = state.is_wanted and ordered != "drained"
+        if is_wanted == (heartbeat.place in ("resident", "activating")):
             state.requested = None
-        elif state.requested != state.is_wanted or now_s >= state.retry_at_s:
-            state.requested, state.retry_at_s = state.is_wanted, now_s + TELL_AGAIN_S
-            worker.send(Activate("there is work") if state.is_wanted else Park("there is no work"))
+        elif state.requested != is_wanted or now_s >= state.retry_at_s:
+            state.requested, state.retry_at_s = is_wanted, now_s + TELL_AGAIN_S
+            why = HELD if ordered == "drained" else "there is no work"
+            worker.send(Activate("there is work") if is_wanted else Park(why))
 
     # Cycles
 

@@ -14,10 +14,12 @@ import msgspec
 from aiohttp import web
 
 from rose.api.trajectories import MSGPACK, Batch, BeginBody, Begun, FinishBody, Finished, PublishBody, PublishReply
-from rose.api.worker_messages import Heartbeat, NewVersion
+from rose.api.worker_messages import Heartbeat, NewVersion, ServingReport
+from rose.core.fleet_orders import OrderedState
 from rose.core.provision import Cycle
 from rose.errors import RequestRefused
 from rose.gateway.auth import is_trusted
+from rose.gateway.fleet_view import state_of
 from rose.gateway.gateway_server import Gateway
 from rose.gateway.pool import PoolWorker
 from rose.gateway.sessions import Finish
@@ -58,6 +60,9 @@ class WorkerStatus(msgspec.Struct, rename={"max_concurrency": "seats"}):
     shut_s: float | None  # how long serving has blocked admission; None while it does not
     sync_s: float | None  # from publishing its version until it ran it
     seconds: dict[str, float]  # of loading that version, by phase; generation stalls in `commit`
+    labels: dict[str, str]  # that it registered with
+    ordered: OrderedState  # by the operator
+    serving: ServingReport | None  # of its users, on a device that serves them
 
 
 WRITTEN_HERE = {"version", "hash"}  # fields of a heartbeat that `VersionReady` updates too
@@ -178,7 +183,7 @@ async def pool(gateway: Gateway, request: web.Request) -> web.Response:
     counts, provisioning, now_s = gateway.core.scheduler.counts, gateway.core.provisioning, gateway.now_s()
     status = PoolStatus(
         version=gateway.core.pool.newest_version,
-        members=[_status_of(worker, gateway) for worker in gateway.core.pool],
+        members=[status_of(worker, gateway) for worker in gateway.core.pool],
         waiting_turns=gateway.core.scheduler.waiting,
         running_turns=gateway.core.scheduler.running,
         counts={name: getattr(counts, name) for name in type(counts).__slots__},
@@ -196,7 +201,7 @@ async def drain(gateway: Gateway, request: web.Request) -> web.Response:
     if worker is None:
         raise Failure(404, f"there is no worker `{name[:80]}`; GET /v1/pool lists them", code="not_found")
     gateway.core.scheduler.drain(worker, gateway.now_s())
-    return json_response(_status_of(worker, gateway))
+    return json_response(status_of(worker, gateway))
 
 
 def query_number(
@@ -214,33 +219,23 @@ def query_number(
     return value
 
 
-def _status_of(worker: PoolWorker, gateway: Gateway) -> WorkerStatus:
+def status_of(worker: PoolWorker, gateway: Gateway) -> WorkerStatus:
+    """Return what an operator sees of one worker."""
     heartbeat, weights, placement = worker.heartbeat, worker.weights, worker.placement
     return WorkerStatus(
         name=worker.name,
         kind=worker.kind,
         version=weights.version,
         hash=weights.hash,
-        state=_state_of(worker, gateway),
+        state=state_of(worker, gateway.core.pool, gateway.now_s()),
         turns=len(placement.attempt_ids),
-        max_concurrency=worker.registration.max_concurrency,
+        max_concurrency=worker.turns_max,
         turns_ended=placement.turns_ended,
         trouble=worker.trouble or heartbeat.why,
         is_wanted=worker.provisioning.is_wanted,
         sync_s=weights.sync_s,
         seconds=weights.seconds,
+        labels=worker.registration.labels,
+        ordered=placement.order.state,
         **{name: getattr(heartbeat, name) for name in AS_REPORTED},
     )
-
-
-def _state_of(worker: PoolWorker, gateway: Gateway) -> str:
-    heartbeat, placement = worker.heartbeat, worker.placement
-    if placement.is_draining:
-        return "draining"
-    if not heartbeat.is_offered:
-        return "held"
-    if not worker.provisioning.is_wanted or heartbeat.place == "parked":
-        return "parked"
-    if not heartbeat.gate_open or gateway.now_s() < placement.closed_until_s:
-        return "closed"
-    return "open" if gateway.core.pool.may_run(worker) else "behind"

@@ -99,6 +99,11 @@ class Trajectories:
         """Iterate over the sessions that are open, or finished and not handed out."""
         return iter(self._sessions.values())
 
+    def newest(self, count: int) -> list[Session]:
+        """Return the newest sessions that are held, the latest first, also of batches that are not confirmed."""
+        held = itertools.islice(reversed(self._held.values()), count)
+        return [*itertools.islice(reversed(self._sessions.values()), count), *held][:count]
+
     @property
     def last_batch(self) -> int:
         """Return the number of the newest batch, 0 before the first."""

@@ -153,9 +153,10 @@ class Scheduler:
 
     # Workers
 
-    def update_worker(self, worker: PoolWorker, now_s: float) -> None:
-        """Use the worker's new state: it joined, or reported something."""
-        self._update_view(worker)
+    def update_worker(self, worker: PoolWorker, now_s: float, *others: PoolWorker) -> None:
+        """Use the new state of a worker, or of many: it joined, reported something, or was given an order."""
+        for one in (worker, *others):
+            self._update_view(one)
         self.place(now_s)
 
     def reopen_worker(self, worker: PoolWorker, now_s: float) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -99,6 +99,7 @@ async def lend(
     worker_name: str = "",
     admin_port: int = 0,
     client_type: type[VllmEngineClient] | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> int:
     """Lend until SIGINT or SIGTERM, as a worker of the gateway if one is given; port 0 takes a free port.
 
@@ -106,7 +107,7 @@ async def lend(
     """
     engine = lending.engine
     check_engine(engine)
-    agent, token = _agent_settings(lending, gateway, worker_name), token_from(OWNER_VARIABLE)
+    agent, token = _agent_settings(lending, gateway, worker_name, labels or {}), token_from(OWNER_VARIABLE)
     if lending.serving_url:
         others = USABLE - set(engine.cores) if engine.is_cpu else USABLE
         if others:
@@ -166,11 +167,14 @@ async def _until_given_up(client: VllmEngineClient) -> None:
     await asyncio.shield(client.gave_up)
 
 
-def _agent_settings(lending: VllmLending, gateway: str | None, worker_name: str) -> AgentSettings | None:
+def _agent_settings(
+    lending: VllmLending, gateway: str | None, worker_name: str, labels: Mapping[str, str]
+) -> AgentSettings | None:
     if gateway is None:
         return None
     token = token_for("worker", gateway.split(",")[0].strip())
     if token is None:
         raise ConfigError(f"the worker token of the gateway at {gateway} is not known", hint="set ROSE_WORKER_TOKEN")
     kind: Any = "borrowed" if lending.serving_url else "dedicated"
-    return AgentSettings(gateway, token, lending.engine.model.name, kind, lending.engine.max_sequences, worker_name)
+    known = gateway, token, lending.engine.model.name, kind, lending.engine.max_sequences, worker_name
+    return AgentSettings(*known, labels=labels)

@@ -192,6 +192,8 @@ class VllmEngineClient:
             serving=ServingTimes(int(lent.serving[0]), *lent.serving[1:]) if lent.serving else None,
             is_resting=bool(lent.resting),
             shut_s=self.shut_s,
+            ttft_budget_s=self.lending.budgets.ttft_s,
+            tpot_budget_s=self.lending.budgets.tpot_s,
         )
 
     def _page_figures(self, engine: Status) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -53,6 +53,7 @@ class AgentSettings:
     name: str = ""
     shards: tuple[str, ...] = ()  # all gateways, if they are several; `gateway` is then one of them
     has_moved: bool = False  # to this gateway, from another one
+    labels: Mapping[str, str] = field(default_factory=dict)  # by which an operator chooses workers
 
     def at_first(self) -> AgentSettings:
         """Return the settings for the gateway that this device joins first: by its name, among several."""
@@ -166,8 +167,8 @@ class GatewaySession:
             self._queue = SendQueue(connection.send_bytes)
             known = settings.name, settings.kind, settings.model, settings.max_concurrency, updater.hash
             join = join_of(self._engine, *known)
-            shards, has_moved = len(settings.shards), settings.has_moved
-            self._queue.put(msgspec.structs.replace(join, shards=shards, has_moved=has_moved))
+            shards, has_moved, labels = len(settings.shards), settings.has_moved, dict(settings.labels)
+            self._queue.put(msgspec.structs.replace(join, shards=shards, has_moved=has_moved, labels=labels))
             await self._queue.flush()
             async with asyncio.timeout(WELCOME_S):
                 orders = _decoded(await connection.receive())

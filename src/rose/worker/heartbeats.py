@@ -12,13 +12,15 @@ import os
 import socket
 from collections.abc import Callable
 
-from rose.api.worker_messages import Heartbeat, Join, Kind, Residency
+from rose.api.worker_messages import Heartbeat, Join, Kind, Residency, ServingReport
+from rose.bounds import SECONDS_MAX
 from rose.engines.base import EngineClient, LendingStatus, Stepped
 
 OFFERED_STATES = ("lending", "parked", "activating")
 SECONDS_MIN = 0.05  # a rate over less is noise
 STATUS_S_MAX = 5.0  # a device is asked every heartbeat; no step is so long that an answer is this late
 
+LENT_SHARE_S = 5.0  # over which the lent share is smoothed
 WEIGHT = 0.05  # of the newest step in a rate
 STEPS_MIN = 4  # fewer say nothing yet
 PROMPT_TOKENS_MIN = 16
@@ -75,16 +77,64 @@ class Rates:
         return self._token_s.inverse
 
 
+class LentShare:
+    """The share of the time that rollout steps ran on a lent device, smoothed over some seconds."""
+
+    def __init__(self) -> None:
+        self.share: float | None = None
+        self._before: tuple[float, float] | None = None
+
+    def observe(self, lent_s: float, now_s: float) -> None:
+        """Use the device's counter of lent time; one that fell began anew with its engine."""
+        before = self._before
+        if before is not None and now_s - before[1] < SECONDS_MIN:
+            return
+        self._before = lent_s, now_s
+        if before is not None and lent_s >= before[0]:
+            share = min(1.0, (lent_s - before[0]) / (now_s - before[1]))
+            weight = min(1.0, (now_s - before[1]) / LENT_SHARE_S)
+            self.share = share if self.share is None else self.share + (share - self.share) * weight
+
+
+def serving_report(status: LendingStatus, lent_share: float | None) -> ServingReport:
+    """Return what the gateway's operator sees of the device's users. Times that are not known are None."""
+    times, breaches = status.serving, status.breaches
+    has_times = times is not None and times.requests > 0
+    return ServingReport(
+        requests=times.requests if times is not None else 0,
+        ttft_p50_s=_known(times.ttft_p50_s) if times is not None and has_times else None,
+        ttft_p99_s=_known(times.ttft_p99_s) if times is not None and has_times else None,
+        tpot_p50_s=_known(times.tpot_p50_s) if times is not None and has_times else None,
+        tpot_p99_s=_known(times.tpot_p99_s) if times is not None and has_times else None,
+        ttft_budget_s=_known(status.ttft_budget_s),
+        tpot_budget_s=_known(status.tpot_budget_s),
+        lent_share=_known(lent_share),
+        counted=breaches.get("ttft", 0) + breaches.get("tpot", 0),
+        ambiguous=breaches.get("ambiguous", 0),
+        breaker_trips=status.breaker_trips,
+        is_resting=status.is_resting,
+    )
+
+
+def _known(value: float | None) -> float | None:
+    """Return a value that a message can hold, with the digits that people read."""
+    return round(value, 5) if value is not None and 0 <= value <= SECONDS_MAX else None
+
+
 class HeartbeatBuilder:
     """The heartbeats of one connection. `hash_` returns the hash of the running weights, as far as it is known."""
 
     def __init__(self, engine: EngineClient, rates: Rates, hash_: Callable[[], str], now_s: float) -> None:
         self._engine, self._rates, self._hash = engine, rates, hash_
         self._tokens, self._at_s, self._rate = engine.facts.generated_tokens, now_s, 0.0
+        self._lent = LentShare()
         self._status_at: tuple[float, int] | None = None  # when the last lending status came, after so many steps
 
     def on_lending_status(self, now_s: float) -> None:
         self._status_at = now_s, self._engine.facts.steps
+        status = self._engine.lending_status
+        if status is not None:
+            self._lent.observe(status.lent_s, now_s)
 
     def build(self, now_s: float) -> Heartbeat:
         facts, status, why = self._engine.facts, self._engine.lending_status, self._why_closed()
@@ -107,6 +157,7 @@ class HeartbeatBuilder:
             activation_s=status.activation_s if status is not None else None,
             can_park=status is not None,
             shut_s=self._blocked_s(now_s),
+            serving=serving_report(status, self._lent.share) if status is not None else None,
         )
 
     def _blocked_s(self, now_s: float) -> float | None:

@@ -160,6 +160,7 @@ class LocalRun:
         screen.say(f"starting gateway and devices: serving on {placement.serving}, {worker} ...")
         gateway = process_specs.gateway(rollout, settings, placement, self._folder.ledger)
         gateway_url = (await self.processes.start(gateway)).captured["url"]
+        screen.say(f"live page: {gateway_url}/ui (its token: rose pool token --gateway {gateway_url})")
         client = await held.enter_async_context(
             GatewayClient(gateway_url, self._tokens.trainer, patience_s=GATEWAY_PATIENCE_S)
         )

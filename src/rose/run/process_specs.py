@@ -45,7 +45,9 @@ from rose.run.trainer_rank import RankPlan, rank_of_torchrun
 from rose.vllm.engine_process import MODULE, ON_CPU
 from rose.weights.keys import SECRET, SECRET_FILE
 
-FOR_GATEWAY = frozenset(VARIABLES.values())
+FOR_GATEWAY = frozenset(VARIABLES.values()) - {
+    VARIABLES["operator"]
+}  # the gateway makes and registers the operator's token
 FOR_WORKER = frozenset({VARIABLES["worker"], SECRET, SECRET_FILE})  # joins the gateway, reads weights from the relay
 FOR_LENDER = FOR_WORKER | {OWNER_VARIABLE}  # a worker that the run lends and holds back
 
@@ -59,7 +61,7 @@ class RunTokens:
 
 
 def make_tokens() -> RunTokens:
-    made = {variable: secrets.token_urlsafe(24) for variable in (*VARIABLES.values(), OWNER_VARIABLE)}
+    made = {variable: secrets.token_urlsafe(24) for variable in (*sorted(FOR_GATEWAY), OWNER_VARIABLE)}
     return RunTokens(made[VARIABLES["agent"]], made[VARIABLES["trainer"]], made[OWNER_VARIABLE], made)
 
 

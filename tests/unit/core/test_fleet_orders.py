@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from rose.core import fleet_orders
 from rose.core.fleet_orders import NO_ORDER, Orders, Target, WorkerOrder, after_order, order_for, orders_for, targets_of
 
@@ -30,9 +32,8 @@ def test_the_newest_order_counts_whatever_it_was_given_to() -> None:
 
 
 def test_an_order_to_all_replaces_those_before_and_leaves_the_other_kind() -> None:
-    orders = ordered(
-        ("drain", {"names": ["a"]}), ("limits", {"names": ["a"], "turns": 2}), ("pause", {"labels": RACK}), ("resume", {})
-    )  # fmt: skip
+    limited = ("limits", {"names": ["a"], "turns": 2})
+    orders = ordered(("drain", {"names": ["a"]}), limited, ("pause", {"labels": RACK}), ("resume", {}))
     assert order_for(orders, "a", RACK) == WorkerOrder("lending", 2)
     assert set(orders) == {Target("a"), Target()}
     assert order_for(ordered(("limits", {"turns": 3}), ("limits", {})), "a", {}).turns_max is None
@@ -55,7 +56,7 @@ def test_orders_of_many_workers_are_those_of_each_one() -> None:
     assert orders_for(orders, workers) == [order_for(orders, name, labels) for name, labels in workers]
 
 
-def test_the_oldest_targets_are_forgotten_above_the_limit(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_the_oldest_targets_are_forgotten_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_orders, "TARGETS_MAX", 3)
     orders = ordered(*(("pause", {"names": [name]}) for name in "abcde"))
     assert sorted(target.name for target in orders) == ["c", "d", "e"]

@@ -4,7 +4,7 @@ const ROW_PX = 34, KEPT = 300;
 const HEADS = [
   ["name", "Worker"], ["kind", "Kind"], ["state", "State"], ["turns", "Turns", 1], ["tokens_per_s", "Tokens/s", 1],
   ["version", "Version"], ["ttft_p50_s", "First token P50", 1], ["ttft_p99_s", "P99 of budget", 1],
-  ["tpot_p99_s", "Later tokens P99 of budget", 1], ["lent_share", "Lent", 1], ["counted", "Lost to lending", 1],
+  ["tpot_p99_s", "Later tokens P99", 1], ["lent_share", "Lent", 1], ["counted", "Lost to lending", 1],
   ["ambiguous", "Perhaps", 1], ["breaker_trips", "Breaker"], ["labels", "Labels"],
 ];
 
@@ -23,7 +23,7 @@ class Fleet {
       head.dataset.key = key;
       return head;
     });
-    const row = make("tr", {}, make("th", {scope: "col"}, all), ...heads, make("th", {scope: "col", textContent: "Orders"}));
+    const row = make("tr", {}, make("th", {scope: "col"}, all), heads[0], make("th", {scope: "col", textContent: "Orders"}), ...heads.slice(1));
     document.querySelector("#workers thead").append(row);
     byId("filter").addEventListener("input", () => this.arrange());
     byId("scroller").addEventListener("scroll", () => this.draw(), {passive: true});
@@ -130,13 +130,13 @@ class Fleet {
       orders.append(button);
     }
     const line = make("tr", {ariaRowIndex: String(index), className: this.selected.has(row.name) ? "chosen" : ""},
-      make("td", {}, box), make("td", {}, name), cell(row.kind), cell(row.state, `state-${row.state}`, row.why),
+      make("td", {}, box), make("td", {}, name), orders, cell(row.kind), cell(row.state, `state-${row.state}`, row.why),
       cell(`${row.turns} / ${row.turns_max}`, "number"), cell(whole(row.tokens_per_s), "number"), cell(row.lag > 0 && row.version ? `${row.version} (${row.lag} behind)` : row.version),
       cell(row.ttft_p50_s == null ? "" : ms(row.ttft_p50_s), "number"), cell(against(row.ttft_p99_s, row.ttft_budget_s), "number" + over(row.ttft_p99_s, row.ttft_budget_s)),
       cell(against(row.tpot_p99_s, row.tpot_budget_s), "number" + over(row.tpot_p99_s, row.tpot_budget_s)), cell(row.lent_share == null ? "" : share(row.lent_share), "number"),
       cell(isServing ? whole(row.counted) : "", "number" + (row.counted ? " over" : "")), cell(isServing ? whole(row.ambiguous) : "", "number"),
-      cell(!isServing ? "" : row.is_resting ? `rests (${row.breaker_trips})` : row.breaker_trips ? `${row.breaker_trips} trips` : "closed", row.is_resting ? "warn" : ""),
-      cell(row.labels), orders);
+      cell(!isServing ? "" : row.is_resting ? `rests (${row.breaker_trips})` : row.breaker_trips ? `${row.breaker_trips} trips` : "ok", row.is_resting ? "warn" : ""),
+      cell(row.labels));
     line.dataset.worker = row.name;
     return line;
   }

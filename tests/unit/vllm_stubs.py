@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from rose.vllm.kv_allocation import RankReply
+
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 1000
 MODULES = ("engine_hook", "serving_scheduler", "rollout_scheduler", "vllm_weights")
@@ -124,10 +126,13 @@ class StubWorker:
         self.copied: list[tuple[int, int]] = []
         self.failure: Exception | None = None
 
-    def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
+    def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> list[RankReply]:
+        return [self.reply(method, args)]
+
+    def reply(self, method: Any, args: tuple[Any, ...]) -> RankReply:
         if self.failure is not None:
-            raise self.failure
-        return [getattr(self, method.__name__)(*args)]
+            return RankReply(failure=str(self.failure))
+        return RankReply(tuple(getattr(self, method.__name__)(*args) or ()))
 
     def map_groups(self, groups: list[int]) -> list[int]:
         mapped = groups[: self.free_groups]
@@ -137,12 +142,22 @@ class StubWorker:
         return mapped
 
     def unmap_groups(self, groups: list[int]) -> None:
-        assert set(groups) <= self.mapped
-        self.mapped -= set(groups)
-        self.free_groups += len(groups)
+        gone = self.mapped & set(groups)
+        self.mapped -= gone
+        self.free_groups += len(gone)
 
     def copy_blocks(self, moves: list[tuple[int, int]]) -> None:
         self.copied += moves
+
+
+class StubRanks:
+    """The workers of an engine with tensor parallelism, in place of vLLM's executor."""
+
+    def __init__(self, *free_groups: int) -> None:
+        self.ranks = [StubWorker(free) for free in free_groups]
+
+    def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> list[RankReply]:
+        return [rank.reply(method, args) for rank in self.ranks]
 
 
 class StubRequest:

@@ -13,16 +13,18 @@ import subprocess
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from rose.openai.http_server import free_port
-from rose.vllm.engine_process import IN_PROCESS, MODULE, RolloutEngineSettings
+from rose.vllm.engine_process import IN_PROCESS, MODULE, PER_RANK, RolloutEngineSettings
 
 PYTHON = os.environ.get("ROSE_VLLM_PYTHON", "")
-CORE = max(os.sched_getaffinity(0))
+CORES = sorted(os.sched_getaffinity(0))
+CORE = CORES[-1]
 PROJECT = Path(__file__).parents[2]
 SOURCES = str(PROJECT / "src")
 READY_S = 240.0
@@ -63,6 +65,7 @@ class ServingEngine:
         port: int = 0,
         plugins: Path | None = None,
         kv_memory_mb: int = 64,
+        ranks: int = 1,
     ) -> None:
         self.port, self.log = port or free_port(), log
         flags = {
@@ -76,7 +79,8 @@ class ServingEngine:
             "--max-num-batched-tokens": "256",
             "--kv-cache-memory-bytes": str(kv_memory_mb << 20),
             "--block-size": "32",
-            "--distributed-executor-backend": IN_PROCESS,
+            "--distributed-executor-backend": IN_PROCESS if ranks == 1 else PER_RANK,
+            "--tensor-parallel-size": str(ranks),
             "--logprobs-mode": "processed_logprobs",
         }
         if scheduler:
@@ -88,7 +92,7 @@ class ServingEngine:
                 env={**os.environ, **environment(plugins)},
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                preexec_fn=_pinned,
+                preexec_fn=partial(_pinned, CORES[-ranks:]),
             )
 
     @property
@@ -141,9 +145,9 @@ class ServingEngine:
         self.kill()
 
 
-def _pinned() -> None:
+def _pinned(cores: list[int]) -> None:
     os.setsid()
-    os.sched_setaffinity(0, [CORE])
+    os.sched_setaffinity(0, cores)
 
 
 def cpu_s(group: int) -> float:

@@ -52,7 +52,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("with vllm or sglang")
     group.add_argument("--serving-url", metavar="URL", help="the running server; without: a dedicated worker")
     group.add_argument("--rollout-model", type=Path, metavar="FOLDER", help="folder of the model in training")
-    group.add_argument("--device", default="cpu:0", help="serving's device: cpu:0, cpu:0-3, cuda:0 (default cpu:0)")
+    what = "serving's device: cpu:0, cpu:0-3, cuda:0, cuda:0-3 (default cpu:0)"
+    group.add_argument("--device", default="cpu:0", help=what)
+    what = "ranks of a vLLM rollout engine (default: one per GPU, or one on a CPU)"
+    group.add_argument("--tensor-parallel", type=int, default=0, metavar="N", help=what)
     group.add_argument("--gateway", metavar="URL[,URL]", help="the gateway to join (token: ROSE_WORKER_TOKEN)")
     group.add_argument("--worker-name", default="", metavar="NAME", help="registered name (HOSTNAME-PID)")
     group.add_argument("--label", action="append", default=[], metavar="K=V", help="label in the gateway; repeatable")
@@ -224,6 +227,7 @@ def _lend_beside(arguments: argparse.Namespace) -> int:
         kv_memory_mb=arguments.kv_memory_mb,
         python=arguments.engine_python,
         extra=tuple(arguments.engine_flag),
+        tensor_parallel=arguments.tensor_parallel,
     )
     kv: KvChoice = "static" if arguments.action == "sglang" else arguments.kv
     lending = VllmLending(engine, arguments.serving_url or "", terms.chosen_mode, terms.budgets, compute_share, kv)

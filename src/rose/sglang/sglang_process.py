@@ -102,6 +102,14 @@ def sglang_environment(engine: RolloutEngineSettings, folder: Path) -> dict[str,
 class SglangProcess(EngineProcess):
     """One run of one rollout engine on SGLang."""
 
+    def __init__(self, settings: RolloutEngineSettings) -> None:
+        if settings.ranks > 1:
+            raise ConfigError(
+                f"a rollout engine on SGLang has one rank, and {settings.device} is for {settings.ranks}",
+                hint="give one GPU, or lend a vLLM server",
+            )
+        super().__init__(settings)
+
     def _command(self) -> list[str]:
         return sglang_command(self.settings, self.folder)
 

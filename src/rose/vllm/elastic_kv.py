@@ -1,8 +1,11 @@
 """The KV memory of a vLLM scheduler on a page pool: groups of blocks that come when needed and go when they may.
 
-The scheduler's process decides which groups have memory, and its worker maps and unmaps them (`kv_allocation`). Taking
+The scheduler's process decides which groups have memory, and its workers map and unmap them (`kv_allocation`). Taking
 is immediate: map, then release the blocks. Giving back is ordered behind the steps under way, because a step that was
-scheduled before the blocks were held may still read or write them: the worker unmaps when every such step has ended.
+scheduled before the blocks were held may still read or write them: the workers unmap when every such step has ended.
+
+A group has memory on all ranks or on none. Every rank takes its pages first; only then are the blocks released. Where
+one rank finds fewer free pages, or fails, the others give back what they took too much.
 
 vLLM asks for blocks in one place, `KVCacheManager.allocate_slots`, which returns nothing if there are too few.
 `watch_allocations` wraps it, so memory grows by what a request really lacks and vLLM preempts only where there is none.
@@ -14,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rose.errors import Unavailable
 from rose.vllm import kv_allocation
 from rose.vllm.group_balloon import GroupBalloon
-from rose.vllm.kv_allocation import PoolPlan
+from rose.vllm.kv_allocation import PoolPlan, RankReply
 
 Call = Callable[..., Any]  # a function of `kv_allocation` in the worker
 
@@ -72,9 +76,21 @@ class ElasticKv:
             return 0
         leaving = {group for _, gone in self._leaving for group in gone}
         wanted = [group for group in absent if group not in leaving][:groups]
-        mapped = self._call(kv_allocation.map_groups, wanted) if wanted else []
+        mapped = self._map(wanted) if wanted else []
         self.balloon.release(reversed(mapped))  # vLLM hands out the blocks that were freed last, first
         return len(mapped)
+
+    def _map(self, wanted: list[int]) -> list[int]:
+        """Return the groups that have memory on every rank now. Raises Unavailable if a rank fails; then none has."""
+        replies = self._replies(kv_allocation.map_groups, wanted)
+        failure = _failure_of(replies)
+        common = 0 if failure else min(len(reply.groups) for reply in replies)
+        if any(len(reply.groups) > common for reply in replies):
+            self._leaving.appendleft((0, wanted[common:]))  # no step has used them
+            self._let_go()
+        if failure:
+            raise Unavailable(failure)
+        return wanted[:common]
 
     def watch_allocations(self, find: Callable[[Any, int], bool]) -> None:
         """Call `find(request, missing blocks)` where vLLM lacks blocks for a request; try again if it returns true."""
@@ -124,8 +140,15 @@ class ElasticKv:
         if moves:
             self._call(kv_allocation.copy_blocks, list(moves))
 
-    def _call(self, method: Call, argument: Sequence[Any]) -> Any:
-        return self._executor.collective_rpc(method, args=(argument,))[0]
+    def _call(self, method: Call, argument: Sequence[Any]) -> None:
+        """Call a method on every rank. Raises Unavailable if one of them fails."""
+        failure = _failure_of(self._replies(method, argument))
+        if failure:
+            raise Unavailable(failure)
+
+    def _replies(self, method: Call, argument: Sequence[Any]) -> list[RankReply]:
+        replies: list[RankReply] = self._executor.collective_rpc(method, args=(argument,))
+        return replies
 
     # The prefix cache
 
@@ -137,3 +160,11 @@ class ElasticKv:
             return reset()
         finally:
             self.balloon.hold(absent)
+
+
+def _failure_of(replies: Sequence[RankReply]) -> str:
+    """Return what went wrong on the first rank that failed."""
+    for rank, reply in enumerate(replies):
+        if reply.failure:
+            return reply.failure if len(replies) == 1 else f"rank {rank}: {reply.failure}"
+    return ""

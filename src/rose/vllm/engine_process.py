@@ -4,10 +4,11 @@ The server runs in vLLM's development mode, whose routes call any method of the 
 engine, and which vLLM's API key does not protect. So it listens on no port, only on a Unix socket (`--uds`) in a folder
 that no other user may enter: neither another account of the machine nor a web page can connect to it.
 
-On a CPU the worker lives inside the engine's process: vLLM's default puts it into another one, whose reader of steps
-spins for a second after every message and starves a serving engine on the same core. On a GPU vLLM does not start
-unless the share of it that it may use is free, 92 % by default. Where its KV memory is given, that share decides
-nothing else, so it is set to hardly any. Where memory runs out the kernel ends the rollout engine first.
+On a CPU a single worker lives inside the engine's process: vLLM's default puts it into another one, whose reader of
+steps spins for a second after every message and starves a serving engine on the same core. With tensor parallelism
+there is a process per rank, and the plugin lets their readers sleep instead. On a GPU vLLM does not start unless the
+share of it that it may use is free, 92 % by default. Where its KV memory is given, that share decides nothing else, so
+it is set to hardly any. Where memory runs out the kernel ends the rollout engine first.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from rose.vllm.vllm_engine import VllmEngine
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-DEVICE = re.compile(r"cpu:\d+(-\d+)?|cuda:\d+")
+PER_RANK = "mp"  # a worker process for each rank
+DEVICE = re.compile(r"(cpu|cuda):\d+(-\d+)?")
+DEVICE_HINT = "give cpu:0, cpu:0-3, cuda:0 or cuda:0-3"
 NICE = 10  # behind serving, wherever the kernel decides
 USABLE = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()
 ON_CPU = {"--dtype": "float32", "--block-size": "32", "--distributed-executor-backend": IN_PROCESS}
@@ -57,32 +60,45 @@ SHUTDOWN_GRACE_S = 5.0  # it has nothing to save
 
 @dataclass(frozen=True, slots=True)
 class RolloutEngineSettings:
-    """The settings of a rollout engine to start. `device` is `cpu:N`, `cpu:N-M` or `cuda:N`."""
+    """The settings of a rollout engine to start. `device` is `cpu:N`, `cpu:N-M`, `cuda:N` or `cuda:N-M`."""
 
     model: Path
     device: str = "cpu:0"
     max_context_tokens: int = 4096  # 0 takes the model's own
     max_sequences: int = 16
     step_tokens: int = 256  # the longest step is what a serving request may find in its way
-    kv_memory_mb: int = 256
+    kv_memory_mb: int = 256  # of every rank
     kv_pool: str = ""  # the folder of a serving engine's pool, of `kv_memory_mb`, to join
     python: str = sys.executable
     extra: tuple[str, ...] = ()  # further flags of vLLM
     environment: dict[str, str] = field(default_factory=dict)
+    tensor_parallel: int = 0  # ranks; 0 is one per GPU, or one on a CPU
 
     @property
     def is_cpu(self) -> bool:
         return self.device.startswith("cpu")
 
     @property
-    def cores(self) -> list[int]:
-        first, _, last = self.device.removeprefix("cpu:").partition("-")
+    def numbers(self) -> list[int]:
+        """Return the numbers of the device's cores or GPUs."""
+        first, _, last = self.device.partition(":")[2].partition("-")
         return list(range(int(first), int(last or first) + 1))
 
     @property
+    def cores(self) -> list[int]:
+        """Return the cores of a CPU device; a GPU has none."""
+        return self.numbers if self.is_cpu else []
+
+    @property
     def parts(self) -> list[str]:
-        """Return the devices of one core each, or the GPU."""
-        return [f"cpu:{core}" for core in self.cores] if self.is_cpu else [self.device]
+        """Return the devices of one core or one GPU each."""
+        kind = self.device.partition(":")[0]
+        return [f"{kind}:{number}" for number in self.numbers]
+
+    @property
+    def ranks(self) -> int:
+        """Return the tensor-parallel ranks: each has a part of every layer, and a worker process of its own."""
+        return self.tensor_parallel or (1 if self.is_cpu else len(self.numbers))
 
 
 def socket_path(folder: Path) -> Path:
@@ -112,6 +128,8 @@ def launch_command(engine: RolloutEngineSettings, folder: Path) -> list[str]:
     if engine.max_context_tokens:
         flags["--max-model-len"] = str(engine.max_context_tokens)
     flags |= ON_CPU if engine.is_cpu else ON_GPU
+    if engine.ranks > 1:
+        flags |= {"--tensor-parallel-size": str(engine.ranks), "--distributed-executor-backend": PER_RANK}
     switches = ["--enable-scale-out", "--no-async-scheduling", "--disable-uvicorn-access-log"]
     switches += ["--enforce-eager"] if engine.is_cpu else []
     return [engine.python, "-m", MODULE, *(word for pair in flags.items() for word in pair), *switches, *engine.extra]
@@ -127,9 +145,10 @@ def launch_environment(engine: RolloutEngineSettings, folder: Path) -> dict[str,
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
     }
     if engine.is_cpu:
-        own |= {"OMP_NUM_THREADS": str(len(engine.cores)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        threads = max(1, len(engine.cores) // engine.ranks)
+        own |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     else:
-        own |= {"CUDA_VISIBLE_DEVICES": engine.device.removeprefix("cuda:")}
+        own |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, engine.numbers))}
     return {**without_secrets(os.environ), **own, **engine.environment}
 
 
@@ -152,13 +171,30 @@ def prepare_child(engine: RolloutEngineSettings) -> Callable[[], None]:
 def check_engine(engine: RolloutEngineSettings) -> None:
     """Raise ConfigError for settings that cannot work on this machine."""
     if not DEVICE.fullmatch(engine.device):
-        raise ConfigError(f"`{engine.device}` is not a device", hint="give cpu:0, cpu:0-3 or cuda:0")
+        raise ConfigError(f"`{engine.device}` is not a device", hint=DEVICE_HINT)
+    if not engine.numbers:
+        raise ConfigError(f"`{engine.device}` ends before it begins", hint=DEVICE_HINT)
+    _check_ranks(engine)
     if not (engine.model / "config.json").is_file():
         raise ConfigError(f"{engine.model} is not a model folder: it has no config.json")
     if engine.is_cpu:
         missing = set(engine.cores) - USABLE
         if missing:
             raise ConfigError(f"core {min(missing)} of {engine.device} is not here or not for us", hint="see `nproc`")
+
+
+def _check_ranks(engine: RolloutEngineSettings) -> None:
+    devices, ranks = len(engine.numbers), engine.ranks
+    if ranks < 1 or (engine.is_cpu and devices % ranks):
+        raise ConfigError(
+            f"{devices} cores of {engine.device} cannot be shared by {ranks} tensor-parallel ranks",
+            hint="give as many cores to every rank: --tensor-parallel 2 --device cpu:0-1",
+        )
+    if not engine.is_cpu and devices != ranks:
+        raise ConfigError(
+            f"{engine.device} has {devices} GPUs, and a tensor-parallel rank needs one: {ranks} ranks were given",
+            hint="start an agent of its own for every replica, each with its GPUs",
+        )
 
 
 class EngineProcess:

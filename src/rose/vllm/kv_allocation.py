@@ -5,6 +5,10 @@ ROSE_KV_POOL set the plan is cut to whole groups of blocks and marked; the alloc
 a `PoolShare` in place of memory. Everything above the addresses stays vLLM's own: views, kernels, block tables, graphs.
 The serving engine creates the pool, a rollout engine joins it. The worker holds the locks and mappings of its pages,
 so both end with its process. The scheduler calls `map_groups`, `unmap_groups` and `copy_blocks` in the worker.
+
+With tensor parallelism an engine has a worker per rank. Every rank has a pool of its own, because its pages lie on its
+own device, and rank r of a rollout engine joins the pool of rank r of serving. The calls return an error instead of
+raising it: an exception in one rank would leave the answers of the other ranks unread in vLLM's queues.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from typing import Any
 from rose.device.kv_pool.exchange import create_pool, join_pool
 from rose.device.kv_pool.pool_share import PoolShare
 from rose.errors import ConfigError, Unavailable
+from rose.private_files import make_private_folder
 from rose.vllm.discovery import live_segments, new_pool_folder
 from rose.vllm.kv_groups import (
     NULL_GROUP,
@@ -31,7 +36,7 @@ from rose.vllm.kv_groups import (
     blocks_together,
     check_count,
     check_poolable,
-    groups_of,
+    groups_of_ranks,
 )
 from rose.vllm.status_segment import SegmentReader
 
@@ -52,7 +57,22 @@ class PoolPlan:
 
     folder: str
     is_serving: bool
-    groups: KvGroups
+    groups: KvGroups  # of every rank
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def rank_folder(self) -> Path:
+        """Return the folder of this rank's pool."""
+        return Path(self.folder) if self.ranks == 1 else Path(self.folder) / f"rank-{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankReply:
+    """What one rank's worker has done: the groups that have memory now, or why it failed."""
+
+    groups: tuple[int, ...] = ()
+    failure: str = ""
 
 
 def plan_of(config: Any) -> PoolPlan | None:
@@ -88,7 +108,7 @@ def install(folder: str, *, is_serving: bool) -> None:
 
 def _planned(plain: Any, vllm_config: Any, specs: Any, memory: Any, folder: str, is_serving: bool) -> Any:
     """Return vLLM's plan in whole groups, marked. Raises ConfigError where there can be no pool."""
-    check_poolable(vllm_config, len(specs))
+    check_poolable(vllm_config)
     configs, cache = plain(vllm_config, specs, memory), vllm_config.cache_config
     together = blocks_together(configs[0], PAGE_BYTES)
     available = configs[0].num_blocks
@@ -105,8 +125,9 @@ def _planned(plain: Any, vllm_config: Any, specs: Any, memory: Any, folder: str,
             cache.num_gpu_blocks_override = before
     if is_serving and folder == AUTO:
         folder = str(new_pool_folder())
-    for config in configs:
-        setattr(config, MARK, PoolPlan(folder, is_serving, groups_of(config, PAGE_BYTES)))
+    plan = PoolPlan(folder, is_serving, groups_of_ranks(configs, PAGE_BYTES), ranks=len(configs))
+    for rank, config in enumerate(configs):
+        setattr(config, MARK, replace(plan, rank=rank))
     return configs
 
 
@@ -119,8 +140,9 @@ class _WorkerPool:
     def __init__(self, plan: PoolPlan, device: Any) -> None:
         self.groups = plan.groups
         kind, number = "memfd" if device.type == "cpu" else device.type, device.index or 0
-        folder, pages = Path(plan.folder), plan.groups.pages_total
+        folder, pages = plan.rank_folder, plan.groups.pages_total
         if plan.is_serving:
+            make_private_folder(Path(plan.folder))
             ledger, backend, self._server = create_pool(
                 folder, pages, kind, page_bytes=plan.groups.page_bytes, device=number
             )
@@ -213,22 +235,38 @@ def _worker_pool() -> _WorkerPool:
     return _pool
 
 
-def map_groups(worker: Any, groups: Sequence[int]) -> list[int]:
+def map_groups(worker: Any, groups: Sequence[int]) -> RankReply:
     """Put memory behind these groups of blocks, as far as there are free pages. Return those that have it now."""
-    return _worker_pool().map(groups)
+    try:
+        return RankReply(tuple(_worker_pool().map(groups)))
+    except Exception as error:
+        return _failed(error)
 
 
-def unmap_groups(worker: Any, groups: Sequence[int]) -> None:
-    """Give the memory of these groups back to the pool, wiped."""
-    pool = _worker_pool()
-    pool.share.give_back([place for place in pool.groups.places(groups) if pool.share.has(place)])
+def unmap_groups(worker: Any, groups: Sequence[int]) -> RankReply:
+    """Give the memory of these groups back to the pool, wiped. A group without memory stays as it is."""
+    try:
+        pool = _worker_pool()
+        pool.share.give_back([place for place in pool.groups.places(groups) if pool.share.has(place)])
+        return RankReply()
+    except Exception as error:
+        return _failed(error)
 
 
-def copy_blocks(worker: Any, moves: Sequence[tuple[int, int]]) -> None:
+def copy_blocks(worker: Any, moves: Sequence[tuple[int, int]]) -> RankReply:
     """Copy blocks, each from its first number to its second one, in every layer."""
-    pool = _worker_pool()
-    torch: Any = sys.modules["torch"]
-    sources, targets = (torch.tensor(numbers, device=pool.buffer.device) for numbers in zip(*moves, strict=True))
-    for region in pool.groups.regions:
-        blocks = pool.blocks_of(region)
-        blocks.index_copy_(0, targets, blocks.index_select(0, sources))
+    try:
+        pool = _worker_pool()
+        torch: Any = sys.modules["torch"]
+        sources, targets = (torch.tensor(numbers, device=pool.buffer.device) for numbers in zip(*moves, strict=True))
+        for region in pool.groups.regions:
+            blocks = pool.blocks_of(region)
+            blocks.index_copy_(0, targets, blocks.index_select(0, sources))
+        return RankReply()
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> RankReply:
+    logger.error("ROSE: a call of the scheduler failed in this worker", exc_info=error)
+    return RankReply(failure=str(error) or type(error).__name__)

@@ -12,7 +12,7 @@ or be released as one piece (sleep mode).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,14 @@ def groups_of(config: Any, page_bytes: int) -> KvGroups:
     return KvGroups(page_bytes, blocks, count, stride, tuple(regions))
 
 
+def groups_of_ranks(configs: Sequence[Any], page_bytes: int) -> KvGroups:
+    """Return the geometry that all ranks of an engine have. Raises ConfigError if they differ: groups move on all."""
+    groups, *others = [groups_of(config, page_bytes) for config in configs]
+    if any(other != groups for other in others):
+        raise ConfigError("the ranks of this engine have KV caches of several forms", hint=OFF_HINT)
+    return groups
+
+
 def _has_whole_blocks(tensor: Any, blocks: int) -> bool:
     """Return whether a block of a layer is one piece of memory: not where heads lie outside of blocks."""
     return bool(tensor.block_stride > tensor.layer_stride or tensor.layer_stride <= blocks * tensor.block_stride)
@@ -103,10 +111,14 @@ def _regions(tensor: Any) -> list[int]:
     return [tensor.offset + layer * tensor.layer_stride for layer in range(len(tensor.layers))]
 
 
-def check_poolable(vllm_config: Any, workers: int) -> None:
+def check_poolable(vllm_config: Any) -> None:
     """Raise ConfigError for settings of vLLM under which its KV memory cannot come and go."""
-    if workers != 1:
-        raise ConfigError(f"this engine has {workers} workers, and a pool works with one", hint=OFF_HINT)
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        raise ConfigError(
+            f"this engine has {stages} pipeline stages, whose steps overlap; a pool works with tensor parallelism only",
+            hint=OFF_HINT,
+        )
     if vllm_config.kv_transfer_config is not None:
         raise ConfigError("a KV connector registers all KV memory, and a pool's comes and goes", hint=OFF_HINT)
     if vllm_config.model_config.enable_sleep_mode:

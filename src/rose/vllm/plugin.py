@@ -3,8 +3,10 @@
 The weight-transfer engine `rose` does nothing until it is requested by name. Only rollout engines, which the agent
 starts with a variable set, get more: CPU weights are kept as they are loaded, because vLLM packs them for its kernels,
 and packed weights cannot be patched. Process groups of one share a Gloo device, because vLLM makes a dozen groups, each
-with a thread that wakes up a hundred times a second. An exception here would end vLLM. So with an unsupported version
-it logs one line and goes on without ROSE; only a rollout engine, which could not get weights then, does not start.
+with a thread that wakes up a hundred times a second. On a CPU the worker processes of several ranks sleep between
+steps, where vLLM's spin for a second on the cores that serve. An exception here would end vLLM. So with an unsupported
+version it logs one line and goes on without ROSE; only a rollout engine, which could not get weights then, does not
+start.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ def register() -> None:
         if is_rollout:
             _keep_weights_unpacked()
             _share_gloo_device()
+            _let_readers_sleep()
         if pool:
             from rose.vllm.kv_allocation import install
 
@@ -75,3 +78,12 @@ def _share_gloo_device() -> None:
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = Sharing
+
+
+def _let_readers_sleep() -> None:
+    """Let worker processes on a CPU wait for a message without spinning: vLLM spins for a second after every one."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        SpinCondition.record_read = lambda condition: None

@@ -35,6 +35,7 @@ class PoolMembership:
         header = _header_of(segment) if segment is not None and self._choice != "static" else None
         self.segment = None
         if header is not None and header.pool:
+            _check_ranks(header.pool_ranks, engine)
             self.segment, self.pages, self.page_bytes = segment, header.pool_pages, header.page_bytes
             return replace(engine, kv_pool=header.pool, kv_memory_mb=header.pool_pages * header.page_bytes >> 20)
         if self._choice == "pool":
@@ -61,6 +62,16 @@ class PoolMembership:
             return False
         since_s = self._asked_since_s = self._asked_since_s or now_s
         return now_s - max(since_s, status.at_s) > HAND_OVER_S_MAX
+
+
+def _check_ranks(ranks: int, engine: RolloutEngineSettings) -> None:
+    """Raise ConfigError unless every rank of the engine finds a pool of its own."""
+    if ranks != engine.ranks:
+        raise ConfigError(
+            f"the serving engine's KV pool has {ranks} tensor-parallel ranks, and the rollout engine on "
+            f"{engine.device} has {engine.ranks}",
+            hint="lend all devices of the serving engine with as many ranks, or lend with --kv static",
+        )
 
 
 def _header_of(segment: Path) -> SegmentHeader | None:

@@ -157,13 +157,13 @@ def _header_of(scheduler: Any) -> SegmentHeader:
         kv_blocks=config.num_blocks - 1,
         block_bytes=kv_block_bytes(config),
         block_tokens=scheduler.block_size,
-        pool=_pool_of(plan) if plan is not None else ("", 0, 0, 0, 0),
+        pool=_pool_of(plan) if plan is not None else ("", 0, 0, 0, 0, 0),
     )
 
 
-def _pool_of(plan: PoolPlan) -> tuple[str, int, int, int, int]:
+def _pool_of(plan: PoolPlan) -> tuple[str, int, int, int, int, int]:
     groups = plan.groups
-    return plan.folder, groups.pages_total, groups.page_bytes, groups.pages, groups.blocks
+    return plan.folder, groups.pages_total, groups.page_bytes, groups.pages, groups.blocks, plan.ranks
 
 
 def kv_block_bytes(config: Any) -> int:

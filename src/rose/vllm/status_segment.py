@@ -39,7 +39,7 @@ from rose.errors import Unavailable
 from rose.vllm.futex_event import FutexEvent
 from rose.vllm.seqlock_file import WORD, MappedFile, Ring, Slots, Torn
 
-LAYOUT = 7
+LAYOUT = 8
 HEAD_BYTES = 4096
 STOP_WORD, STOP_BYTES = 256, 1024  # where in the head the writer says that it has stopped, and why
 IDLE_WORD, NEWS_WORD = 448, 449  # how often serving ran out of work, and published anything
@@ -88,6 +88,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
     page_bytes: Serial = 0
     group_pages: Count = 0
     group_blocks: Count = 0
+    pool_ranks: Count = 0  # every rank has a pool of this size
     layout: Count = LAYOUT
 
 
@@ -100,7 +101,7 @@ def own_header(
     kv_blocks: int,
     block_bytes: int,
     block_tokens: int,
-    pool: tuple[str, int, int, int, int] = ("", 0, 0, 0, 0),
+    pool: tuple[str, int, int, int, int, int] = ("", 0, 0, 0, 0, 0),
 ) -> SegmentHeader:
     """Return the header of this process's segment; `pool` has the fields about its KV pool in order."""
     process_id = os.getpid()

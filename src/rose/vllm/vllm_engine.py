@@ -5,6 +5,10 @@ are staged while steps continue. To commit them the grant is withdrawn, and ever
 that each carries the version that made it. Then the staged version is written between two steps. After a failed commit
 steps go on only if the engine says that nothing has changed, or that the change was rolled back. After any other answer
 its weights are unknown, and no step runs any more.
+
+With tensor parallelism every rank stages its part, and a version is committed only if all ranks have staged it. A
+failure of the commit itself leaves other ranks with the new version, so the weights are unknown then, whatever the
+engine says.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from rose.api.requests import PromptLogprob
 from rose.engines.base import EngineFacts, Request, TokenEvent
 from rose.errors import ContextTooLong, ModelError, RequestRefused, RoseError, Unavailable
 from rose.vllm.control_segment import EngineControl, Segment, Status, open_status
-from rose.vllm.patching import UNCHANGED
+from rose.vllm.patching import NOT_STAGED, UNCHANGED
 from rose.vllm.seqlock_file import Torn
 from rose.vllm.vllm_client import (
     GENERATE,
@@ -73,6 +77,7 @@ class VllmEngine:
         self._control = EngineControl()
         self._live: dict[str, _LiveRequest] = {}
         self._staged: str | None = None
+        self._ranks = 1  # as the last answer of the workers showed
         self._is_swapping = self._is_closed = False
         self._applied_s = self._paused_s = time.monotonic()
         self.swap_s: float | None = None  # how long the engine stood still for the last commit
@@ -216,6 +221,9 @@ class VllmEngine:
         """Write the staged version while no step runs. Raises ModelError if nothing changed, else Unavailable."""
         if self._staged != version:
             raise RequestRefused(f"version `{version}` is not staged", hint="stage it first")
+        if self._ranks > 1 and (await self._call_worker("staged_weights", []))["version"] != version:
+            self._staged = None
+            raise ModelError(f"version `{version}` {NOT_STAGED} on every rank")
         await self._call("/start_weight_update", None)
         self._staged = None
         try:
@@ -223,7 +231,7 @@ class VllmEngine:
             await self._call("/update_weights", {"update_info": {"version": version}})
             await self._call("/finish_weight_update", {"weight_version": version})
         except RoseError as error:
-            if not any(words in error.what for words in UNCHANGED):
+            if self._ranks > 1 or not any(words in error.what for words in UNCHANGED):
                 raise Unavailable(f"it is not known which weights the rollout engine has: {error.what}") from error
             await self._resume()
             raise ModelError(error.what) from error
@@ -250,9 +258,15 @@ class VllmEngine:
     # HTTP
 
     async def _call_worker(self, method: str, arguments: list[str]) -> dict[str, Any]:
+        """Call a method of staging on every rank. Return their progress as one."""
         response = await self._call("/collective_rpc", {"method": method, "args": arguments})
-        result: dict[str, Any] = response["results"][0]
-        return result
+        results: list[dict[str, Any]] = response["results"]
+        self._ranks, versions = len(results), {result["version"] for result in results}
+        return {
+            "busy": any(result["busy"] for result in results),
+            "failure": next((result["failure"] for result in results if result["failure"]), ""),
+            "version": versions.pop() if len(versions) == 1 else None,
+        }
 
     async def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         async with self._post(path, body) as response:

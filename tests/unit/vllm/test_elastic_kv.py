@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.unit.pooled_engine import GROUP_BLOCKS, GROUP_PAGES, GROUPS, PLAN, PooledEngine
-from tests.unit.vllm_stubs import StubScheduler
+from tests.unit.vllm_stubs import StubRanks, StubScheduler
 
 from rose.errors import Unavailable
 from rose.vllm.elastic_kv import ElasticKv
@@ -77,3 +77,46 @@ def test_a_reset_of_the_prefix_cache_sees_every_block_free(engine: PooledEngine)
     engine.kv.grow(1)
     assert engine.kv.reset_prefix_cache(engine.scheduler.reset_prefix_cache)
     assert engine.kv.balloon.present == [0, 1]
+
+
+def engine_of(ranks: StubRanks) -> ElasticKv:
+    kv = ElasticKv(PLAN, StubScheduler(blocks=GROUP_BLOCKS * GROUPS, plan=PLAN))
+    kv.attach(ranks)
+    return kv
+
+
+def test_a_group_is_taken_on_all_ranks_or_on_none() -> None:
+    ranks = StubRanks(3, 1, 2)
+    kv = engine_of(ranks)
+    assert kv.grow(3) == 1 and kv.balloon.present == [0, 1] and kv.held_groups == 2
+    assert [rank.mapped for rank in ranks.ranks] == [{0, 1}] * 3
+    assert [rank.free_groups for rank in ranks.ranks] == [2, 0, 1], "what was too much is given back"
+    assert kv.grow(1) == 0 and [rank.mapped for rank in ranks.ranks] == [{0, 1}] * 3
+
+
+def test_a_rank_that_fails_leaves_no_group_on_the_others() -> None:
+    ranks = StubRanks(4, 4)
+    kv = engine_of(ranks)
+    ranks.ranks[1].failure = Unavailable("the device refuses")
+    with pytest.raises(Unavailable, match="rank 1: the device refuses"):
+        kv.grow(2)
+    assert ranks.ranks[0].mapped == {0} and kv.balloon.present == [0]
+    assert kv.held_groups == 3, "rank 1 has not confirmed that it has none"
+    ranks.ranks[1].failure = None
+    kv.on_step_ended()
+    assert kv.held_groups == 1 and kv.grow(2) == 2
+    assert [rank.mapped for rank in ranks.ranks] == [{0, 1, 2}] * 2
+
+
+def test_a_group_that_one_rank_cannot_unmap_is_not_used_until_it_can() -> None:
+    ranks = StubRanks(4, 4)
+    kv = engine_of(ranks)
+    kv.grow(2)
+    ranks.ranks[0].failure = Unavailable("the device refuses")
+    with pytest.raises(Unavailable, match="rank 0"):
+        kv.give_back([2])
+    assert [rank.mapped for rank in ranks.ranks] == [{0, 1, 2}, {0, 1}] and kv.held_groups == 3
+    ranks.ranks[0].failure = None
+    assert kv.grow(2) == 2 and kv.balloon.present == [0, 1, 3, 4], "group 2 is still on its way out"
+    kv.on_step_ended()
+    assert [rank.mapped for rank in ranks.ranks] == [{0, 1, 3, 4}] * 2

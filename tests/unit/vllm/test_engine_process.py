@@ -104,6 +104,36 @@ def test_on_a_gpu_vllm_keeps_its_defaults_and_uses_little_memory(tmp_path: Path)
     assert engine_process.launch_environment(engine, tmp_path)["CUDA_VISIBLE_DEVICES"] == "3"
 
 
+def test_every_gpu_has_a_rank(tmp_path: Path) -> None:
+    engine = RolloutEngineSettings(tmp_path, "cuda:4-7")
+    words = " ".join(engine_process.launch_command(engine, tmp_path))
+    assert "--tensor-parallel-size 4" in words and "--distributed-executor-backend mp" in words
+    assert engine_process.launch_environment(engine, tmp_path)["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert engine.parts == ["cuda:4", "cuda:5", "cuda:6", "cuda:7"]
+
+
+def test_ranks_share_the_cores_of_a_cpu_only_if_they_are_asked_for(tmp_path: Path) -> None:
+    threads, ranks = (RolloutEngineSettings(tmp_path, "cpu:0-3", tensor_parallel=number) for number in (0, 2))
+    assert (threads.ranks, ranks.ranks) == (1, 2)
+    words = " ".join(engine_process.launch_command(ranks, tmp_path))
+    assert "--tensor-parallel-size 2" in words and "UniProcExecutor" not in words and "float32" in words
+    assert engine_process.launch_environment(ranks, tmp_path)["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize(
+    "device, ranks, words",
+    [
+        ("cpu:0-2", 2, "3 cores of cpu:0-2 cannot be shared by 2"),
+        ("cpu:0", -1, "cannot be shared by -1"),
+        ("cuda:0-3", 2, "4 GPUs.*2 ranks were given"),
+        ("cuda:3-2", 0, "ends before it begins"),
+    ],
+)
+def test_ranks_that_do_not_fit_the_devices_are_refused(tmp_path: Path, device: str, ranks: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine_process.check_engine(RolloutEngineSettings(tmp_path, device, tensor_parallel=ranks))
+
+
 def test_settings_that_cannot_work_here_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a device"):
         engine_process.check_engine(RolloutEngineSettings(tmp_path, "gpu0"))

@@ -34,8 +34,9 @@ class Vllm:
             scheduler_config=scheduler,
             model_config=SimpleNamespace(enable_sleep_mode=False),
             kv_transfer_config=None,
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         )
-        self.pieces = 1
+        self.pieces = self.ranks = 1
         self.planning = self._module(patch, "vllm.v1.engine.core", get_kv_cache_configs=self._plan)
         self.allocation = self._module(patch, "vllm.v1.worker.utils", torch=torch)
         self.allocation.allocate_kv_cache = self._allocate
@@ -48,7 +49,7 @@ class Vllm:
         return module
 
     def _plan(self, vllm_config: Any, specs: Any, memory: Any) -> Any:
-        return [planned(self.cache.num_gpu_blocks_override or AVAILABLE)]
+        return [planned(self.cache.num_gpu_blocks_override or AVAILABLE) for _ in range(self.ranks)]
 
     def _allocate(self, config: Any, device: torch.device, layout: Any) -> Any:
         size = config.kv_cache_tensors[0].size // self.pieces
@@ -105,11 +106,11 @@ def test_the_cache_lies_on_pages_that_come_and_go(vllm: Vllm) -> None:
     assert buffer.numel() == 20 * LAYERS * BLOCK and buffer.data_ptr() % PAGE == 0
     pool = kv_allocation._worker_pool()
     assert pool.share.held == LAYERS, "the null block's group"
-    assert map_groups(None, [1, 2]) == [1, 2] and pool.share.held == 3 * LAYERS
+    assert map_groups(None, [1, 2]).groups == (1, 2) and pool.share.held == 3 * LAYERS
     for layer in range(LAYERS):
         rows(buffer, layer)[4:12] = 7
     unmap_groups(None, [1])
-    assert pool.share.held == 2 * LAYERS and map_groups(None, [1]) == [1]
+    assert pool.share.held == 2 * LAYERS and map_groups(None, [1]).groups == (1,)
     assert all(int(rows(buffer, layer)[4:8].sum()) == 0 for layer in range(LAYERS)), "wiped"
     assert all(int(rows(buffer, layer)[8:12].min()) == 7 for layer in range(LAYERS))
 
@@ -117,10 +118,10 @@ def test_the_cache_lies_on_pages_that_come_and_go(vllm: Vllm) -> None:
 def test_a_group_is_mapped_whole_or_not_at_all(vllm: Vllm) -> None:
     vllm.start()
     pool = kv_allocation._worker_pool()
-    assert map_groups(None, [1, 2, 3]) == [1, 2, 3]
+    assert map_groups(None, [1, 2, 3]).groups == (1, 2, 3)
     page = next(page for page in range(pool.share.ledger.pages) if pool.share.ledger.is_free(page))
     assert pool.share.ledger.try_own(page), "as if a rollout engine had it"
-    assert map_groups(None, [4]) == [] and pool.share.held == 4 * LAYERS
+    assert map_groups(None, [4]).groups == () and pool.share.held == 4 * LAYERS
     pool.share.ledger.give_up([page])
 
 
@@ -132,6 +133,30 @@ def test_blocks_are_copied_in_every_layer(vllm: Vllm) -> None:
             rows(buffer, layer)[block] = 10 * layer + block
     copy_blocks(None, [(5, 1), (6, 2)])
     assert [int(rows(buffer, layer)[block, 0]) for layer in range(LAYERS) for block in (1, 2)] == [5, 6, 15, 16]
+
+
+def test_every_rank_has_a_pool_of_its_own(vllm: Vllm) -> None:
+    vllm.ranks = 2
+    plans = [plan_of(config) for config in vllm.planning.get_kv_cache_configs(vllm.config, [{}] * 2, [0] * 2)]
+    assert [(plan.rank, plan.ranks) for plan in plans if plan is not None] == [(0, 2), (1, 2)]
+    pools = []
+    for plan in plans:
+        assert plan is not None
+        pools.append(kv_allocation._WorkerPool(plan, CPU))
+    folder = Path(pools[0].share.ledger.path).parents[1]
+    assert [pool.share.ledger.path.parent for pool in pools] == [folder / "rank-0", folder / "rank-1"]
+    assert pools[0].map([0, 1]) == [0, 1] and pools[1].share.held == 0
+    joined = kv_allocation._WorkerPool(replace(plans[1], is_serving=False), CPU)  # type: ignore[type-var]
+    assert joined.share.free_pages() == 5 * LAYERS, "of rank 1, not of rank 0"
+    for pool in (joined, *pools):
+        pool.share.close()
+
+
+def test_a_call_that_fails_in_a_worker_answers_why(vllm: Vllm) -> None:
+    vllm.start()
+    for reply in (map_groups(None, [0]), copy_blocks(None, [(99, 1)])):
+        assert reply.failure and not reply.groups
+    assert map_groups(None, [1]).groups == (1,)
 
 
 def test_a_cache_for_profiling_is_left_to_vllm(vllm: Vllm) -> None:
@@ -152,7 +177,7 @@ def test_a_rollout_engine_asks_serving_for_its_first_pages(vllm: Vllm, monkeypat
     assert plan is not None
     map_groups(None, [1, 2, 3, 4])
     sizes = {"step_tokens": 1, "sequences": 1, "kv_blocks": 1, "block_bytes": 1, "block_tokens": 16}
-    header = own_header("vllm", "m", **sizes, pool=(plan.folder, plan.groups.pages_total, PAGE, LAYERS, 4))
+    header = own_header("vllm", "m", **sizes, pool=(plan.folder, plan.groups.pages_total, PAGE, LAYERS, 4, 1))
     writer = SegmentWriter(discovery.new_segment_path(), header)
 
     def sleep(seconds: float) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.errors import ConfigError
-from rose.vllm.kv_groups import blocks_together, check_poolable, groups_of
+from rose.vllm.kv_groups import blocks_together, check_poolable, groups_of, groups_of_ranks
 
 PAGE = 4096
 
@@ -80,23 +80,37 @@ def test_blocks_of_several_sizes_are_refused() -> None:
 
 
 def vllm_config(**changes: Any) -> Any:
-    plain = {"kv_transfer_config": None, "enable_sleep_mode": False, "scheduler_cls": "rose.vllm.ServingScheduler"}
+    plain = {
+        "kv_transfer_config": None,
+        "enable_sleep_mode": False,
+        "scheduler_cls": "rose.vllm.ServingScheduler",
+        "pipeline_parallel_size": 1,
+    }
     found = SimpleNamespace(**{**plain, **changes})
-    return SimpleNamespace(kv_transfer_config=found.kv_transfer_config, model_config=found, scheduler_config=found)
+    return SimpleNamespace(
+        kv_transfer_config=found.kv_transfer_config,
+        model_config=found,
+        scheduler_config=found,
+        parallel_config=found,
+    )
 
 
 @pytest.mark.parametrize(
-    "changes, workers, words",
+    "changes, words",
     [
-        ({}, 2, "2 workers"),
-        ({"kv_transfer_config": object()}, 1, "KV connector"),
-        ({"enable_sleep_mode": True}, 1, "sleep mode"),
-        ({"scheduler_cls": None}, 1, "one of ROSE's schedulers"),
+        ({"pipeline_parallel_size": 2}, "2 pipeline stages"),
+        ({"kv_transfer_config": object()}, "KV connector"),
+        ({"enable_sleep_mode": True}, "sleep mode"),
+        ({"scheduler_cls": None}, "one of ROSE's schedulers"),
     ],
 )
-def test_settings_under_which_memory_cannot_come_and_go_are_refused(
-    changes: dict[str, Any], workers: int, words: str
-) -> None:
-    check_poolable(vllm_config(), 1)
+def test_settings_under_which_memory_cannot_come_and_go_are_refused(changes: dict[str, Any], words: str) -> None:
+    check_poolable(vllm_config())
     with pytest.raises(ConfigError, match=words):
-        check_poolable(vllm_config(**changes), workers)
+        check_poolable(vllm_config(**changes))
+
+
+def test_ranks_whose_caches_differ_are_refused() -> None:
+    assert groups_of_ranks([config(2, 1024, 16)] * 2, PAGE) == groups_of(config(2, 1024, 16), PAGE)
+    with pytest.raises(ConfigError, match="several forms"):
+        groups_of_ranks([config(2, 1024, 16), config(2, 1024, 20)], PAGE)

@@ -54,11 +54,13 @@ class Vllm:
         factory = SimpleNamespace(_registry=self.registry, register_engine=self.register_engine)
         self.linear = SimpleNamespace(dispatch_cpu_unquantized_gemm="vLLM's own")
         self.groups: Any = module("torch.distributed.distributed_c10d", ProcessGroupGloo=type("Gloo", (), {}))
+        self.spinning = type("SpinCondition", (), {"record_read": vars})
         self.plain = (self.linear.dispatch_cpu_unquantized_gemm, self.groups.ProcessGroupGloo)
         for name, content in {
             FACTORY: {"WeightTransferEngineFactory": factory},
             "vllm.model_executor.layers": {"utils": self.linear},
             "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+            "vllm.distributed.device_communicators.shm_broadcast": {"SpinCondition": self.spinning},
         }.items():
             patch.setitem(sys.modules, name, module(name, **content))
         patch.setitem(sys.modules, self.groups.__name__, self.groups)
@@ -85,6 +87,17 @@ def test_a_serving_engine_gets_only_the_weight_transfer_engine(monkeypatch: pyte
         plugin.register()
     assert vllm.registry == {"rose": ("rose.vllm.vllm_weights", "RoseWeights")}
     assert vllm.now == vllm.plain
+    assert vllm.spinning.record_read is vars
+
+
+def test_the_readers_of_a_rollout_engine_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugin.ROLLOUT_VARIABLE, "1")
+    vllm = Vllm(monkeypatch)
+    plugin.register()
+    condition: Any = vllm.spinning()
+    condition.last_read = 1.0
+    condition.record_read()
+    assert condition.last_read == 1.0, "vLLM spins for a second after it"
 
 
 def test_a_rollout_engine_keeps_its_weights_and_shares_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,14 @@ from rose.vllm.status_segment import SegmentWriter, own_header
 ENGINE = RolloutEngineSettings(Path("model"), kv_memory_mb=64)
 
 
-def segment(path: Path, pool: tuple[str, int, int, int, int]) -> SegmentWriter:
+def segment(path: Path, pool: tuple[str, int, int, int, int, int]) -> SegmentWriter:
     sizes = {"step_tokens": 1, "sequences": 1, "kv_blocks": 1, "block_bytes": 1, "block_tokens": 16}
     return SegmentWriter(path, own_header("vllm", "m", **sizes, pool=pool))
 
 
 @pytest.fixture
 def pooled(tmp_path: Path) -> Iterator[SegmentWriter]:
-    writer = segment(tmp_path / "pooled", ("/a/pool", 48, 2 << 20, 4, 64))
+    writer = segment(tmp_path / "pooled", ("/a/pool", 48, 2 << 20, 4, 64, 1))
     yield writer
     writer.close()
 
@@ -36,8 +37,18 @@ def test_an_engine_joins_the_pool_of_serving(pooled: SegmentWriter, tmp_path: Pa
     assert not member.is_lost(tmp_path / "pooled") and member.is_lost(None) and member.is_lost(tmp_path / "another")
 
 
+def test_every_rank_needs_a_pool_of_its_own(tmp_path: Path) -> None:
+    writer = segment(tmp_path / "two", ("/a/pool", 48, 2 << 20, 4, 64, 2))
+    with pytest.raises(ConfigError, match="2 tensor-parallel ranks, and the rollout engine on cpu:0 has 1"):
+        PoolMembership("auto").settings(ENGINE, tmp_path / "two")
+    two = replace(ENGINE, device="cpu:0-1", tensor_parallel=2)
+    assert PoolMembership("auto").settings(two, tmp_path / "two").kv_pool == "/a/pool"
+    assert PoolMembership("static").settings(ENGINE, tmp_path / "two") == ENGINE
+    writer.close()
+
+
 def test_without_a_pool_the_memory_is_the_engines_own(pooled: SegmentWriter, tmp_path: Path) -> None:
-    plain = segment(tmp_path / "plain", ("", 0, 0, 0, 0))
+    plain = segment(tmp_path / "plain", ("", 0, 0, 0, 0, 0))
     for member, where in (
         (PoolMembership("static"), "pooled"),
         (PoolMembership("auto"), "plain"),

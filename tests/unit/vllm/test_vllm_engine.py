@@ -33,6 +33,7 @@ class Engine:
         self.meanwhile: Callable[[], None] = lambda: None
         self.seen: list[tuple[str, int]] = []  # paths, and tokens granted then
         self.bodies: dict[str, Any] = {}
+        self.versions = ["new"]  # that each rank has staged
 
     @property
     def control(self) -> EngineControl:
@@ -46,7 +47,7 @@ class Engine:
         self.bodies[path] = body
         if path in self.failures:
             raise self.failures[path]
-        return {"results": [{"busy": False, "failure": "", "version": "new", "numbers": 1}]}
+        return {"results": [{"busy": False, "failure": "", "version": one, "numbers": 1} for one in self.versions]}
 
     async def apply(self) -> None:
         while True:
@@ -87,6 +88,31 @@ def test_a_grant_renewed_during_a_commit_waits_for_its_end(tmp_path: Path) -> No
         await engine.client.commit("new")
         assert [tokens for path, tokens in engine.seen if path != "/start_weight_update"][1:] == [0, 0]
         assert (engine.control.tokens, engine.control.until_s) == (7, 9.0)
+
+    with_engine(tmp_path, check)
+
+
+def test_a_version_that_one_rank_lacks_is_not_committed(tmp_path: Path) -> None:
+    async def check(engine: Engine) -> None:
+        engine.versions = ["new", "new"]
+        await engine.client.stage("new", "folder")
+        engine.versions = ["new", "old"]
+        with pytest.raises(ModelError, match="not staged on every rank"):
+            await engine.client.commit("new")
+        assert "/update_weights" not in engine.bodies
+        assert (engine.control.tokens, engine.client._version) == (ALL, "old")
+
+    with_engine(tmp_path, check)
+
+
+def test_a_rank_that_took_a_version_back_leaves_the_others_unknown(tmp_path: Path) -> None:
+    async def check(engine: Engine) -> None:
+        engine.versions = ["new", "new"]
+        await engine.client.stage("new", "folder")
+        engine.failures["/update_weights"] = Unavailable("version `new` was taken back: no room")
+        with pytest.raises(Unavailable, match="not known which weights"):
+            await engine.client.commit("new")
+        assert engine.control.tokens == 0
 
     with_engine(tmp_path, check)
 

@@ -16,6 +16,7 @@ from rose.cli.options import say
 from rose.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rose.plan.economics import PlanEconomics
     from rose.plan.planning import PlanReport
     from rose.plan.traffic import FleetTraffic
     from rose.plan.windows import Progress
@@ -159,6 +160,7 @@ def screen(report: PlanReport) -> str:
         "break-even    "
         + (f"USD {cost.break_even_usd_per_hour:.2f} for an hour of a borrowed GPU"
            if cost.break_even_usd_per_hour is not None else "not known: the job has no rollouts without borrowing"),
+        *_economics_lines(report.economics),
         "", report.advice, "",
         "Simulated, not measured. docs/plan.md and --html say what was assumed.",
     ]  # fmt: skip
@@ -168,6 +170,34 @@ def screen(report: PlanReport) -> str:
         for whole in line.split("\n")
         for part in (textwrap.wrap(whole, WIDTH, subsequent_indent="  ", drop_whitespace=True) or [""])
     )
+
+
+def _economics_lines(economics: PlanEconomics) -> list[str]:
+    from rose.plan.economics import MORE_ROLLOUTS
+
+    points, spikes = economics.gain_points, economics.spikes
+    lines = []
+    if points is not None:
+        lines.append(
+            f"next dollar   to training while {MORE_ROLLOUTS:,.0f} more rollouts a day raise the accept rate by "
+            f"more than {points:.3g} points ({_price_lines(economics)})"
+        )
+    low, high = (pick((hour.lent_hour_usd for hour in economics.slack), default=0.0) for pick in (min, max))
+    lines.append(
+        f"slack lent    USD {economics.slack_gpu_hour_usd:.2g} for a GPU-hour ({low:.2g} to {high:.2g} by hour) for "
+        f"bursts; answers {1000 * economics.slower_answer_s:+.0f} ms, USD {economics.waiting_gpu_hour_usd:.2g}"
+    )
+    for spike in spikes[-1:]:
+        lines.append(
+            f"worst case    {spike.times:g} x the busiest minutes on all devices, rollouts wanting all: "
+            f"{spike.late_lent:,.0f} of {spike.requests:,.0f} requests a minute late, alone {spike.late_alone:,.0f}"
+        )
+    return lines
+
+
+def _price_lines(economics: PlanEconomics) -> str:
+    lines = economics.frontier.lines
+    return "USD a million rollout tokens: " + ", ".join(f"{line.name} {line.token_usd:.3g}" for line in lines)
 
 
 def _curve_lines(report: PlanReport) -> str:

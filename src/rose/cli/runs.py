@@ -1,4 +1,4 @@
-"""`rose runs`: past runs as tables, one of them at length, or several side by side."""
+"""`rose runs`: past runs as tables, one of them at length, several side by side, or the bill between lender and run."""
 
 from __future__ import annotations
 
@@ -56,16 +56,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     ls = actions.add_parser("ls", help="list the runs")
     show = actions.add_parser("show", help="the figures of one run")
+    bill = actions.add_parser("bill", help="who lent how much to the run, at which price")
     compare = actions.add_parser("compare", help="figures of several runs, and the settings in which they differ")
     show.add_argument("run", nargs="?", help="its name or folder; the newest if left out")
+    bill.add_argument("run", help="its name or folder")
     compare.add_argument("run", nargs="+", help="names or folders, two and more")
-    for action in (ls, show, compare):
+    for action in (ls, show, bill, compare):
         action.add_argument("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where they are (runs)")
         action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    {"ls": _ls, "show": _show, "compare": _compare}[arguments.action](arguments)
+    {"ls": _ls, "show": _show, "bill": _bill, "compare": _compare}[arguments.action](arguments)
     return 0
 
 
@@ -107,6 +109,38 @@ def _show(arguments: argparse.Namespace) -> None:
     _print_trouble([run])
     if run.report is not None:
         print(f"\nreport: {run.report}")
+
+
+def _bill(arguments: argparse.Namespace) -> None:
+    import msgspec
+
+    from rose.run.chargeback import bill_of_folder
+    from rose.run.past_runs import find_run
+
+    run = find_run(arguments.runs, arguments.run)
+    bill = bill_of_folder(run.name, run.path)
+    if arguments.json:
+        shown = msgspec.to_builtins(bill) | {"borne_usd": bill.borne_usd, "due_usd": bill.due_usd}
+        print(json.dumps(shown, indent=1))
+        return
+    count = f"{bill.lent_s:,.1f} s" if bill.lent_s is not None else "not recorded by this run"
+    if bill.lent_tokens is not None:
+        count += (
+            f", {bill.lent_tokens:,} tokens in {bill.lent_steps or 0:,} steps ({bill.evicted_tokens or 0:,} evicted)"
+        )
+    rows = [
+        ("borrowed", f"{bill.borrowed_s:,.1f} s in {bill.steps:,} steps, {bill.borrowed_rollout_s:,.1f} s of rollouts"),
+        ("lent", count),
+        ("turns", f"{bill.turns:,}"),
+        ("lost", f"{bill.lost:,.1f} requests of users, {bill.ambiguous:,} ambiguous ({bill.losses_basis})"),
+        *((words, f"USD {usd:.6g}") for words, usd in (
+            ("energy", bill.energy_usd), ("transfer", bill.transfer_usd), ("headroom", bill.headroom_usd),
+            ("losses", bill.losses_usd), ("charged time", bill.charged_usd), ("due", bill.due_usd),
+        )),
+    ]  # fmt: skip
+    print(f"device {bill.lender} to run {bill.borrower}")
+    print_table(rows, indent="  ")
+    print("\nprices: `cost` in the run's settings (docs/economics.md)")
 
 
 def _compare(arguments: argparse.Namespace) -> None:

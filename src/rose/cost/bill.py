@@ -34,6 +34,10 @@ class CostSettings:
     transfer_usd_per_gb: float = setting(0.0, "price of a GB of weights sent to a borrowed device", minimum=0)
     memory_price_share: float = setting(0.25, "share of a device's price that is its memory", minimum=0, maximum=1)
     breach_usd: float = setting(0.0001, "what one request costs that lending made late", minimum=0)
+    waiting_usd_per_hour: float = setting(0.0, "price of an hour that users wait longer, within budgets", minimum=0)
+    charged_share: float = setting(
+        0.0, "share of a serving device's price that its owner charges for lent time", minimum=0, maximum=1
+    )
 
 
 HOUR_S = 3600.0

@@ -9,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from rose.observe.plotting import STYLE, WIDTH, Panel, round_up, steps, svg
+from rose.plan.economics import MORE_ROLLOUTS
 from rose.plan.planning import PlanReport
 from rose.plan.windows import Estimate, HourResult
 
@@ -19,7 +20,8 @@ PERCENT_LABELS = (0.0, 0.25, 0.5, 0.75, 1.0)
 def page_of(report: PlanReport) -> str:
     """Return the page."""
     return _template.render(
-        report=report, plot_style=STYLE, curve=curve_plot(report), hours=hours_plot(report.hours),
+        report=report, more_rollouts=MORE_ROLLOUTS, plot_style=STYLE,
+        curve=curve_plot(report), hours=hours_plot(report.hours),
         reasons=[(reason, share) for reason, share in report.held_back.items() if share >= 0.0005],
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from rose.core.memory import MemoryLimits
 from rose.cost.bill import CostSettings, RunUsage, cost_of
 from rose.plan.advice import advice_of
 from rose.plan.curve import Curve, CurvePoint, curve_of
+from rose.plan.economics import PlanEconomics, economics_of, minute_counts, simulate_spikes
 from rose.plan.fleet import Fleet, capacity_note
 from rose.plan.job import RlJob
 from rose.plan.traffic import FleetTraffic
@@ -43,7 +44,7 @@ from rose.plan.windows import (
 DAY_S = 86_400.0
 GPU_PRICES = CostSettings(
     dedicated_usd_per_hour=2.5, serving_usd_per_hour=2.5, energy_usd_per_hour=0.07, transfer_usd_per_gb=0.02,
-    breach_usd=0.01,
+    breach_usd=0.01, waiting_usd_per_hour=1.0,
 )  # fmt: skip
 COST_GAINS_MIN = 1e-9
 
@@ -91,6 +92,7 @@ class PlanReport:
     sync_s: float
     longest_trajectory_s: float
     cost: AnswerCost
+    economics: PlanEconomics
     advice: str
     assumptions: tuple[str, ...]
 
@@ -112,12 +114,16 @@ def make_plan(
     if mode == "compare":
         others, _ = simulate_windows(fleet, traffic, job.context_tokens, "idle", phases, seed, progress)
         idle = mean_estimate([result.lent_share for result in others], 0.0, 1.0)
+    spikes = simulate_spikes(fleet, traffic, job.context_tokens, main, seed)
     curve = curve_of(fleet, traffic, job, results, seed, progress)
     hours = by_hour(traffic, results)
     lost = lost_share(results)
     value, low, high = (part * traffic.requests_per_day for part in (lost.value, lost.low, lost.high))
     per_day = Estimate(value, low, high, lost.n)
     share = mean_estimate([result.lent_share for result in results], 0.0, 1.0)
+    usage = _usage(fleet, job, curve.points[-1], curve.points[0], per_day, share.value)
+    minutes = minute_counts(traffic, fleet, seed)
+    economics = economics_of(fleet, traffic, job, [*results, busiest], minutes, spikes, usage, prices)
     report = PlanReport(
         traffic=traffic.what,
         fleet=f"{fleet.devices} x {fleet.accelerator.name}: {fleet.replicas} replicas of {fleet.serving.name}",
@@ -143,6 +149,7 @@ def make_plan(
         sync_s=job.sync_s,
         longest_trajectory_s=curve.longest_s,
         cost=answer_cost(fleet, job, curve.points, per_day, share.value, prices),
+        economics=economics,
         advice=advice_of(fleet, job, results, curve),
         assumptions=_assumptions(fleet, traffic, job, curve, results, phases),
     )

@@ -60,6 +60,7 @@ class WindowResult:
     breaker_trips: int
     peak_kv_share: float  # of the KV memory, by serving
     timeline: LentTimeline
+    slower_s: float = 0.0  # summed over requests in budget with and without lending; negative if lending helps
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def simulate_windows(
             arrivals = traffic.source.arrivals(span, share, chance)
             result, learnt = simulate(fleet, arrivals, context_tokens, mode, seed + len(results), learnt, hour.hour)
             results.append(result)
-    span = _widened(traffic.busiest(COUNTED_S))
+    span = widened(traffic.busiest(COUNTED_S))
     arrivals = traffic.source.arrivals(span, share, chance)
     busiest, _ = simulate(fleet, arrivals, context_tokens, mode, seed + total, learnt, int(span[0] // HOUR_S) % 24)
     return results, busiest
@@ -153,6 +154,7 @@ def simulate(
         breaker_trips=lent.breaker.trips,
         peak_kv_share=kv_bytes / fleet.memory_bytes,
         timeline=timeline.shifted(WARM_S),
+        slower_s=_slower_s(alone, lent, {name for name in names if kept_alone[name] and kept_lent[name]}),
     )
     return result, lent.admission.history.snapshot(WINDOW_S)
 
@@ -161,7 +163,13 @@ def _kept(device: SaturatedDevice, budgets: Budgets) -> dict[str, bool]:
     return {served.name: served.keeps(budgets) for served in device.served}
 
 
-def _widened(span: Span) -> Span:
+def _slower_s(alone: SaturatedDevice, lent: SaturatedDevice, names: set[str]) -> float:
+    """Return by how many seconds lending delays the ends of these requests, summed."""
+    sums = [sum(served.last_token_s for served in device.served if served.name in names) for device in (lent, alone)]
+    return sums[0] - sums[1]
+
+
+def widened(span: Span) -> Span:
     """Return the span with the warm-up before it."""
     return max(0.0, span[0] - WARM_S), max(0.0, span[0] - WARM_S) + WINDOW_S
 

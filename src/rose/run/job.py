@@ -26,6 +26,7 @@ from rose.run.diagnostics import commonest, unmet_note
 from rose.run.learning import CHANGES, Learner, fields_of_report
 from rose.run.lending_switch import LendingSwitch
 from rose.run.monitor import PoolSample, PoolWatch
+from rose.run.process_specs import BORROWED
 from rose.run.resuming import ResumePoint
 from rose.run.rollout_buffer import RolloutBuffer
 from rose.run.run_folder import RunFolder
@@ -38,6 +39,7 @@ from rose.run.run_records import (
     GroupCounts,
     InStep,
     LendingRecord,
+    LentRecord,
     StepRecord,
     UnmetRecord,
 )
@@ -254,6 +256,8 @@ class Job:
         except Unavailable:
             return
         self.folder.record(LendingRecord(step=step, breaches=breaches))
+        if self.lending.lent:
+            self.folder.record(LentRecord(lender=BORROWED, step=step, counts=self.lending.lent))
 
     def _report_unmet(self, unmet: Unmet) -> None:
         sample, (began_s, tokens) = self.pool.last, self.began

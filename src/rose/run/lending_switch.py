@@ -47,7 +47,7 @@ class Stall:
 
 
 class BreachCount:
-    """Breaches by kind, over restarts of the engine that counts them: if one count falls, all begin at 0 again."""
+    """Counts by kind, over restarts of the engine that counts them: if one count falls, all begin at 0 again."""
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
@@ -62,6 +62,16 @@ class BreachCount:
         return dict(self._totals)
 
 
+def lent_counts(status: dict[str, Any]) -> dict[str, int]:
+    """Return what a device has lent, from its status, in whole numbers."""
+    return {
+        "steps": int(status["lent_steps"]),
+        "tokens": int(status.get("lent_tokens", 0)),
+        "milliseconds": round(1000 * status.get("lent_s", 0.0)),
+        "evicted_tokens": int(status.get("evicted_tokens", 0)),
+    }
+
+
 class LendingSwitch:
     """The switch of one lent device. Asking twice for the same changes nothing."""
 
@@ -72,7 +82,8 @@ class LendingSwitch:
         self._rests_until_s = 0.0
         self._lock = asyncio.Lock()
         self._again: asyncio.Task[None] | None = None
-        self._breaches = BreachCount()
+        self._breaches, self._lent = BreachCount(), BreachCount()
+        self.lent: dict[str, int] = {}  # as of the last look; empty if the device does not count it
 
     def move(self, url: str) -> None:
         """Go on with the device at another address, where it was started again."""
@@ -118,6 +129,8 @@ class LendingSwitch:
         status = await self._ask("GET", "", LOOK_S)
         if status.get("state") == "lending":
             self.restarted()
+        if "lent_steps" in status:
+            self.lent = self._lent.observe(lent_counts(status))
         return self._breaches.observe(status.get("breaches", {}))
 
     def restarted(self) -> None:

@@ -4,8 +4,8 @@ The file of metrics is only ever appended to. A run that was resumed writes a `r
 it did not have to repeat. What an earlier attempt recorded of later steps stays in the file and counts no more. So each
 step and each evaluation counts once, and the last record holds.
 
-Counters begin anew with the processes: turns by pool and breaches of the lent device go on from what the attempt
-before had. What processors had worked since the last mark of an attempt that was killed is not known.
+Counters begin anew with the processes: turns by pool, breaches of the lent device and what it has lent go on from what
+the attempt before had. What processors had worked since the last mark of an attempt that was killed is not known.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rose.run.run_records import (
     EvaluationRecord,
     FinishedRecord,
     LendingRecord,
+    LentRecord,
     ResumeRecord,
     RunRecord,
     SampleRecord,
@@ -35,7 +36,7 @@ ONCE = (StepRecord, EvaluationRecord, BalanceRecord, SyncRecord)
 AT_THE_END = (WeightsRecord, FinishedRecord, EndedRecord)
 OPENING = ("begin", "resume")
 """Marks of processor time that wait for another to close them."""
-COUNTS: dict[type[RunRecord], str] = {SampleRecord: "turns", LendingRecord: "breaches"}
+COUNTS: dict[type[RunRecord], str] = {SampleRecord: "turns", LendingRecord: "breaches", LentRecord: "counts"}
 """Kinds of lines with counts that begin anew, and what these are called there."""
 
 

@@ -43,6 +43,7 @@ from rose.run.run_records import (
     EvaluationRecord,
     FinishedRecord,
     LendingRecord,
+    LentRecord,
     ResumeRecord,
     RunRecord,
     StepRecord,
@@ -110,8 +111,8 @@ _encoder = msgspec.json.Encoder()
 SERVING_BYTES_MAX = 64 << 20  # some 400,000 requests, twice; the summary reads all of them into memory
 METRICS_BYTES_MAX = 64 << 20  # five days of samples; a step is some 2 KB and is written in any case
 KEPT_KINDS = (
-    StepRecord, BalanceRecord, SyncRecord, WeightsRecord, EvaluationRecord, CostsRecord, LendingRecord, FinishedRecord,
-    ResumeRecord, EndedRecord,
+    StepRecord, BalanceRecord, SyncRecord, WeightsRecord, EvaluationRecord, CostsRecord, LendingRecord, LentRecord,
+    FinishedRecord, ResumeRecord, EndedRecord,
 )  # fmt: skip
 
 

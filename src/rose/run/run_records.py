@@ -173,6 +173,14 @@ class LendingRecord(RunRecord, tag="lending", frozen=True, kw_only=True):
         return sum(self.breaches.get(kind, 0) for kind in ("ttft", "tpot", "ambiguous"))
 
 
+class LentRecord(RunRecord, tag="lent", frozen=True, kw_only=True):
+    """What a device has lent so far, by its own count: steps, tokens, milliseconds, evicted_tokens."""
+
+    lender: Label
+    counts: Counts
+    step: Count | None = None
+
+
 class SyncRecord(RunRecord, tag="sync", frozen=True, kw_only=True):
     """How long workers took to run the version of an asynchronous step."""
 

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import UNSET
 
 from rose.core.provision import Cycle, allocation_overhead_s
-from rose.cost.bill import Cost, CostSettings, cost_of
+from rose.cost.bill import Cost, CostSettings, RunUsage, cost_of
 from rose.load.statistics import percentile as load_percentile
 from rose.observe.intervals import share_text
 from rose.run.diagnostics import notes_of
@@ -129,16 +129,20 @@ def cost_of_run(
     lines: Sequence[RunRecord], served: Sequence[UserRequest], prices: CostSettings, headroom_share: float
 ) -> Cost:
     """Return what the run cost at these prices. `headroom_share` is the memory that the lent device kept free."""
+    return cost_of(usage_of_run(lines, served, headroom_share), prices)
+
+
+def usage_of_run(lines: Sequence[RunRecord], served: Sequence[UserRequest], headroom_share: float) -> RunUsage:
+    """Return what the run used, with the requests that lending made late."""
     steps = of_kind(lines, StepRecord)
     lent, alone = ([step for step in steps if step.is_borrowed is is_lent] for is_lent in (True, False))
     counts = of_kind(lines, LendingRecord)
-    usage = usage_of(
+    return usage_of(
         steps,
         evaluation_s=sum(line.took_s for line in of_kind(lines, EvaluationRecord)),
         breaches=breaches_of(within(served, lent), within(served, alone), counts[-1] if counts else None),
         headroom_share=headroom_share,
     )
-    return cost_of(usage, prices)
 
 
 def costs_of(marks: Sequence[CostsRecord]) -> tuple[dict[str, float] | None, float | None]:

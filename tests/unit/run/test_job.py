@@ -101,11 +101,13 @@ class Counting:
 
     def __init__(self) -> None:
         self.looks = 0
+        self.lent: dict[str, int] = {}
 
     async def breaches(self) -> dict[str, int]:
         self.looks += 1
         if self.looks == 2:
             raise Unavailable("it is started again")
+        self.lent = {"steps": 10 * self.looks}
         return {"ttft": self.looks}
 
 
@@ -157,7 +159,9 @@ def test_a_run_whose_device_is_away_at_the_end_is_finished():
 def test_breaches_are_written_down_with_every_step():
     job, lines, _ = job_of(Steps, Counting(), "steps=3")
     asyncio.run(job.run())
-    assert [line["kind"] for line in lines] == ["step", "lending", "step", "step", "lending", "lending", "finished"]
+    kinds = [line["kind"] for line in lines]
+    assert kinds == ["step", "lending", "lent", "step", "step", "lending", "lent", "lending", "lent", "finished"]
+    assert [line["counts"]["steps"] for line in lines if line["kind"] == "lent"] == [10, 30, 40]
     assert [line["breaches"] for line in lines if line["kind"] == "lending"] == [{"ttft": 1}, {"ttft": 3}, {"ttft": 4}]
 
 

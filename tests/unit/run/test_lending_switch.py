@@ -208,3 +208,17 @@ def test_an_owner_cannot_come_and_go_where_steps_are_compared_or_nothing_is_lent
     with pytest.raises(ConfigError, match="owner_lends_s needs a device"):
         load_run_settings(None, ["serving.owner_lends_s=4", *overrides])
     assert load_run_settings(None, ["serving.owner_lends_s=4"]).serving.owner_keeps_s == 2.0
+
+
+def test_what_a_device_lent_is_counted_over_restarts():
+    async def story() -> None:
+        device = Device()
+        device.status = {"breaches": {}}
+        await device.breaches()
+        assert device.lent == {}, "a device of an earlier version does not count"
+        for tokens in (500, 900, 40):
+            device.status = {"breaches": {}, "lent_steps": tokens // 10, "lent_tokens": tokens, "lent_s": tokens / 1000}
+            await device.breaches()
+        assert device.lent == {"steps": 94, "tokens": 940, "milliseconds": 940, "evicted_tokens": 0}
+
+    asyncio.run(story())

@@ -77,6 +77,14 @@ def test_breaches_of_every_attempt_count():
     assert found["notes"] == ["32 requests of users came late, or may have, because the device was lent"]
 
 
+def test_what_every_attempt_lent_counts():
+    def lent(tokens: int) -> Line:
+        return {"kind": "lent", "lender": "borrowed", "counts": {"tokens": tokens}}
+
+    lines = [*steps(1), lent(500), *steps(2), resume(1), *steps(2), lent(40)]
+    assert [line["counts"]["tokens"] for line in of_kind(counted(lines), "lent")] == [500, 540]
+
+
 def test_processor_time_of_which_the_end_is_not_known_is_left_out():
     lines = [mark("begin", 1.0, 10), mark("pause", 3.0, 20), mark("resume", 4.0, 20)]
     lines += [resume(0), mark("begin", 0.5, 0), mark("end", 1.5, 30)]

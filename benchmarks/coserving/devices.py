@@ -71,12 +71,12 @@ class Device:
 
     def __init__(self, terms: Terms, log: Path) -> None:
         self.terms = terms
-        self.token = secrets.token_hex(16)
+        self.token, self.owner_token = secrets.token_hex(16), secrets.token_hex(16)
         self.url: str | None = None
         self.rollout_url: str | None = None
         self._log = log
         self._changed = threading.Event()
-        tokens = {"ROSE_ROLLOUT_TOKEN": self.token, "ROSE_OWNER_TOKEN": secrets.token_hex(16)}
+        tokens = {"ROSE_ROLLOUT_TOKEN": self.token, "ROSE_OWNER_TOKEN": self.owner_token}
         with may_use(CORES):  # it checks that it may use its core; the engine pins itself
             self.process = subprocess.Popen(
                 terms.command(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | tokens

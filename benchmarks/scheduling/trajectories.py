@@ -19,6 +19,8 @@ from rose.sim.batch_cluster import PlannedTrajectory, PlannedTurn
 
 FILES = ("swerebench_claudecode_glm47flash", "swebench_claudecode_deepseek_kimi")
 PROMPT_P99_TOKENS = 32_768
+CHARACTERS_PER_TOKEN = 4  # about what tokenizers make of English
+UNRECORDED_ENV_S = 0.5  # of an environment whose times were not recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,20 @@ def _read(path: Path) -> list[list[PlannedTurn]]:
     by_trajectory: dict[str, list[PlannedTurn]] = {}
     with gzip.open(path, "rt", newline="") as file:
         for row in csv.DictReader(file):
+            if "prompt_chars" in row:
+                _add_by_characters(by_trajectory.setdefault(row["traj"], []), row)
+                continue
             turn = PlannedTurn(int(row["prompt_tokens"]), max(1, int(row["output_tokens"])), float(row["env_s"] or 0.0))
             by_trajectory.setdefault(row["traj"], []).append(turn)
     return list(by_trajectory.values())
+
+
+def _add_by_characters(turns: list[PlannedTurn], row: dict[str, str]) -> None:
+    """Add a turn of a recording that has characters and no times; every prompt is the conversation so far."""
+    prompt, output = (int(row[name] or 0) // CHARACTERS_PER_TOKEN for name in ("prompt_chars", "out_chars"))
+    if turns:
+        prompt = max(prompt, turns[-1].prompt_tokens + turns[-1].output_tokens)
+    turns.append(PlannedTurn(max(1, prompt), max(1, output), UNRECORDED_ENV_S))
 
 
 def _generated(seed: int) -> list[list[PlannedTurn]]:

@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "token":
         print(_token_or_variable(_registered_device(arguments.url).rollout_token, "ROSE_ROLLOUT_TOKEN"))
         return 0
-    url, token = _address_and_token(arguments.url)
+    url, token = address_and_token(arguments.url)
     action = "remove" if arguments.action == "drain" and arguments.remove else arguments.action
     limits = {"memory_share": arguments.memory, "compute_share": arguments.compute}
     body = {name: share for name, share in limits.items() if share is not None} if action == "limits" else {}
@@ -94,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _address_and_token(url: str | None) -> tuple[str, str]:
+def address_and_token(url: str | None) -> tuple[str, str]:
+    """Return the address of a lent device and its owner's token."""
     token = os.environ.get("ROSE_OWNER_TOKEN")
     if url is not None and token:
         return url.rstrip("/").removesuffix("/v1"), token
@@ -139,7 +140,11 @@ def _registered_device(url: str | None) -> Any:
 def _send_command(url: str, token: str, action: str, body: dict[str, float]) -> dict[str, Any]:
     """Send an admin command to a device and return its new status."""
     path = "/rose/lending" + ("" if action == "status" else f"/{action}")
-    data = None if action == "status" else json.dumps(body).encode()
+    return owner_request(url, token, path, None if action == "status" else json.dumps(body).encode())
+
+
+def owner_request(url: str, token: str, path: str, data: bytes | None = None) -> dict[str, Any]:
+    """Return what a device answers its owner: a GET, or with `data` a POST."""
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     try:
         with request.urlopen(request.Request(url + path, data, headers), timeout=ANSWER_S) as response:

@@ -216,7 +216,7 @@ class LatencyModel:
 
     def _steady_s(self, features: StepFeatures) -> float:
         """Return the prediction that does not depend on the last step."""
-        region = self._regions.get(_region_of(features))
+        region = self._regions.get(region_of(features))
         base_s = self._base_s(features) * self._drift
         return base_s * region.factor if region is not None else base_s
 
@@ -289,7 +289,7 @@ class LatencyModel:
         vars(self).update(vars(LatencyModel()))
 
     def _region(self, features: StepFeatures) -> _Region:
-        key = _region_of(features)
+        key = region_of(features)
         region = self._regions.get(key)
         if region is None:
             if len(self._regions) >= REGIONS_MAX:
@@ -318,7 +318,7 @@ class LatencyModel:
     def _fit_to(self, samples: Sequence[Sample]) -> bool:
         if len(samples) < FIT_SAMPLES_MIN:
             return False
-        self.constants = _fit(samples)
+        self.constants = fit_constants(samples)
         for region in self._regions.values():
             logs = sorted(math.log(seconds / self._base_s(features)) for features, seconds in region.kept)
             middle = logs[len(logs) // 2] if logs else 0.0
@@ -334,14 +334,14 @@ def _lesson(error_log: float) -> float:
     return clipped if -STALL_LOG < error_log < STALL_LOG else clipped * STALL_LOG / abs(error_log)
 
 
-def _region_of(features: StepFeatures) -> tuple[int, int, int]:
-    """Return few new tokens exactly and many by octaves, sequences by octaves, context by factors of four."""
+def region_of(features: StepFeatures) -> tuple[int, int, int]:
+    """Return a shape's region: few new tokens exactly, many by octaves; sequences by octaves; context by fours."""
     new = features.new_tokens
     context = features.new_by_context // new if new else 0
     return min(new, 8 + new.bit_length()), features.sequences.bit_length(), context.bit_length() >> 1
 
 
-def _fit(samples: Sequence[Sample]) -> tuple[float, ...]:
+def fit_constants(samples: Sequence[Sample]) -> tuple[float, ...]:
     """Return constants that keep relative errors small; prompts as a whole weigh as much as decoding."""
     seconds = np.array([taken_s for _, taken_s in samples])
     shapes = [(1, f.new_tokens, f.kv_read_tokens, f.new_by_context, f.sequences) for f, _ in samples]

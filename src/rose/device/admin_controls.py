@@ -18,6 +18,7 @@ from rose.device.residency import RolloutResidency
 from rose.device.step_arbiter import StepArbiter
 from rose.device.tenancy import SharedMemory
 from rose.engines.base import DryRunStatus, LendingStatus
+from rose.engines.recorded_steps import RecordedSide, RecordedSteps, rows_of
 
 
 class AdminControls:
@@ -109,6 +110,21 @@ class AdminControls:
             ttft_budget_s=arbiter.accountant.budgets.ttft_s,
             tpot_budget_s=arbiter.accountant.budgets.tpot_s,
         )
+
+    def recorded_steps(self) -> RecordedSteps:
+        """Return the steps of both engines since the engine process began."""
+        arbiter, pages = self._arbiter, self._memory.pages
+        sides: list[RecordedSide] = []
+        for name, engine in (("serving", arbiter.serving), ("rollout", arbiter.rollout)):
+            limits, samples = engine.scheduler.limits, arbiter.samples[name]
+            sides.append(
+                RecordedSide(
+                    name, samples.seen, rows_of(samples.shapes), rows_of(samples.drawn),
+                    limits.block_bytes // limits.block_tokens, pages.pages * pages.page_bytes, limits.block_tokens,
+                    limits.max_context_tokens,
+                )
+            )  # fmt: skip
+        return RecordedSteps(*sides)
 
     def _dry_run(self, now_s: float) -> DryRunStatus | None:
         dry_run = self._arbiter.dry_run

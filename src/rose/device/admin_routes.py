@@ -1,9 +1,10 @@
 """Admin controls of a lent device, in the serving front: routes, figures for Prometheus, and the journal.
 
 `GET /rose/lending` shows the state of lending; `POST /rose/lending/ACTION` changes it and answers with the new state.
-Both are on the serving port and need the owner's token. A missed deadline is logged, and every breach is journaled with
-its cause, as it happens. One step in a hundred may be longer than its estimate: that is counted, not logged. Figures
-are the engine's own and begin anew when it restarts; admin commands do not (engine_supervisor.py).
+`GET /rose/steps` returns steps that both engines ran, for a step profile (`rose profile`). All are on the serving port
+and need the owner's token. A missed deadline is logged, and every breach is journaled with its cause, as it happens.
+One step in a hundred may be longer than its estimate: that is counted, not logged. Figures are the engine's own and
+begin anew when it restarts; admin commands do not (engine_supervisor.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rose.core.lending_state import RESTART, LendingState
 from rose.device import engine_messages
 from rose.device.engine_supervisor import STOPS, Supervisor
 from rose.engines.base import LendingStatus
+from rose.engines.recorded_steps import RecordedSteps
 from rose.errors import RequestRefused, RoseError, Unavailable
 from rose.observe.journal import Journal
 from rose.observe.metrics import Metrics, MirrorKind
@@ -59,6 +61,13 @@ class LendingControls:
             return await self._ask(command)
         # The client may be gone before the reply: the command is remembered all the same.
         return await asyncio.shield(self._change(command))
+
+    async def steps(self) -> RecordedSteps:
+        """Return the recorded steps of both engines."""
+        steps = await self._engine.recorded_steps()
+        if steps is None:
+            raise Unavailable("the device lends nothing, and records no steps", hint="restart it to lend it again")
+        return steps
 
     async def refresh(self) -> None:
         """Bring the figures up to date before a scrape."""
@@ -158,6 +167,10 @@ async def control(context: HttpContext, request: web.Request) -> web.Response:
     return json_response(await controls.ask(engine_messages.AdminCommand(name, body.memory_share, body.compute_share)))
 
 
+async def steps(context: HttpContext, request: web.Request) -> web.Response:
+    return json_response(await _controls(context, request).steps())
+
+
 def _controls(context: HttpContext, request: web.Request) -> LendingControls:
     assert isinstance(context, LentContext)
     check_bearer(request, context.controls.token)
@@ -166,6 +179,7 @@ def _controls(context: HttpContext, request: web.Request) -> LendingControls:
 
 ADMIN_ROUTES = (
     get("/rose/lending", status, "How lending goes.", reply=LendingStatus, statuses=(401, 503)),
+    get("/rose/steps", steps, "The recorded steps of both engines.", reply=RecordedSteps, statuses=(401, 503)),
     post(
         "/rose/lending/{action}",
         control,

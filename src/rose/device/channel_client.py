@@ -17,6 +17,7 @@ from rose.device import engine_messages
 from rose.device.engine_channel import Channel, DeviceEvents
 from rose.device.supervision import settle, supervise
 from rose.engines.base import EngineFacts, LendingStatus, Request
+from rose.engines.recorded_steps import RecordedSteps
 from rose.engines.token_stream import TokenSink
 from rose.errors import QueueFull, RoseError, Unavailable
 
@@ -116,6 +117,10 @@ class ChannelClient:
     async def control(self, command: engine_messages.AdminCommand) -> LendingStatus | None:
         """Have the engine carry out an admin command; the rollout side of a device is refused."""
         return (await self._checked().call(command)).lending
+
+    async def recorded_steps(self) -> RecordedSteps | None:
+        """Return the steps that the engines ran; None if the device is not lent."""
+        return (await self._checked().call(engine_messages.GetSteps())).steps
 
     async def close(self) -> None:
         self._closing = True

@@ -54,6 +54,7 @@ class CoServingExecutor:
             on_gone=self._on_serving_gone,
             on_control=self._control,
             lending=self._status,
+            steps=lambda: controls.recorded_steps(),
         )
 
     def take_over(self, lend: engine_messages.Lend) -> None:

@@ -19,7 +19,7 @@ from rose.config.server_settings import EngineSettings, LendSettings
 from rose.core.admission import Admission, LendingLimits
 from rose.core.breaker import Breaker
 from rose.core.facts import LendingAsked, ServingView, StepFeatures
-from rose.core.latency import LatencyModel, ProfileShape, profile_plan
+from rose.core.latency import LatencyModel, ProfileShape, Sample, profile_plan
 from rose.core.memory import MemoryLimits, MemoryPolicy
 from rose.core.slo import look_ahead
 from rose.device import engine_messages
@@ -61,7 +61,7 @@ def load_coserving(
     spare = (terms.spare_sequences, 0)
     sides = [_Side(f, s, block_bytes(served_spec(f)), n) for f, s, n in zip(folders, settings, spare, strict=True)]
     memory = _memory(own, terms, sides)
-    engines, models = _engines(sides, memory, start.device, link)
+    engines, models, profiled = _engines(sides, memory, start.device, link)
     gc.collect()
     gc.freeze()
     limits = LendingLimits(
@@ -79,6 +79,9 @@ def load_coserving(
         link.send(engine_messages.StartProgress(f"warning: {warning}"))
     budget = Budget(own.max_step_tokens, own.max_sequences + terms.spare_sequences)
     arbiter = StepArbiter(engines[0], engines[1], admission, serving_budget=budget)
+    for kept, steps in zip(arbiter.samples.values(), profiled, strict=True):
+        for features, seconds in steps:
+            kept.add_shape(features, seconds)
     residency = RolloutResidency(arbiter, engines[1], memory, folder=lend.folder, now_s=time.monotonic, wake=link.wake)
     controls = AdminControls(arbiter, residency, memory, time.monotonic)
     controls.obey(engine_messages.AdminCommand("limits", terms.memory_share, terms.compute_share))
@@ -119,8 +122,8 @@ def _memory(own: EngineSettings, terms: LendSettings, sides: Sequence[_Side]) ->
 
 def _engines(
     sides: Sequence[_Side], memory: SharedMemory, device: str, link: EngineLink
-) -> tuple[list[Any], list[LatencyModel]]:
-    engines, models = [], []
+) -> tuple[list[Any], list[LatencyModel], list[list[Sample]]]:
+    engines, models, profiled = [], [], []
     for side, tenant in zip(sides, (memory.serving, memory.rollout), strict=True):
         engine = EmbeddedEngine.load(
             side.folder, side.settings, device=device, memory=tenant.memory, spare_sequences=side.spare_sequences
@@ -128,14 +131,14 @@ def _engines(
         _check_context(side.folder.name, engine, tenant, memory)
         link.send(engine_messages.StartProgress(f"learning how long steps of {side.folder.name} take"))
         model = LatencyModel()
-        profile(engine, model, side.settings.max_step_tokens)
+        profiled.append(profile(engine, model, side.settings.max_step_tokens))
         tenant.memory.pool.forget_digests()
         tenant.memory.pool.shrink(tenant.memory.pool.pages_held)
         memory.policy.restart()
         memory.observe()  # what was taken from rollouts, to try serving's largest steps, is theirs again
         engines.append(engine)
         models.append(model)
-    return engines, models
+    return engines, models, profiled
 
 
 def _check_context(name: str, engine: EmbeddedEngine, tenant: Tenant, memory: SharedMemory) -> None:
@@ -203,12 +206,12 @@ def keep_journal(arbiter: StepArbiter, memory: SharedMemory, link: EngineLink) -
 
 def profile(
     engine: ScheduledEngine, model: LatencyModel, step_tokens: int, *, now_s: Callable[[], float] = time.perf_counter
-) -> None:
-    """Time steps of an idle engine and fit the model to them; the engine is idle again afterwards."""
+) -> list[Sample]:
+    """Time steps of an idle engine, fit the model to them, and return them; the engine is idle again afterwards."""
     limits = engine.scheduler.limits
     plan = profile_plan(step_tokens, limits.max_sequences, limits.max_context_tokens)
     chance = random.Random(0)
-    samples: list[tuple[StepFeatures, float]] = []
+    samples: list[Sample] = []
     begin_s = now_s()
     for repeat in range(PROFILE_REPEATS):
         if repeat and now_s() - begin_s > PROFILE_ENOUGH_S:
@@ -216,6 +219,7 @@ def profile(
         for shape in plan:
             samples += _timed_steps(engine, shape, chance, now_s)
     model.fit(samples)
+    return samples
 
 
 def _timed_steps(

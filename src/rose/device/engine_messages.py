@@ -19,6 +19,7 @@ from rose.config.server_settings import EngineSettings, LendSettings
 from rose.core.accountant import Breach
 from rose.core.history import HistorySnapshot
 from rose.engines.base import EngineFacts, LendingStatus, Request, Stepped
+from rose.engines.recorded_steps import RecordedSteps
 
 
 class Lend(msgspec.Struct, frozen=True):
@@ -70,6 +71,12 @@ class GetFacts(msgspec.Struct, frozen=True, tag=True):
     tag: Serial
 
 
+class GetSteps(msgspec.Struct, frozen=True, tag=True):
+    """A request for the recorded steps of both engines, over the serving socket only."""
+
+    tag: Serial = 0
+
+
 class AdminCommand(msgspec.Struct, frozen=True, tag=True):
     """A command on lending, over the serving socket only. `limits` changes what is not None."""
 
@@ -90,7 +97,19 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """An order to exit; requests end with the process."""
 
 
-Command = StartEngine | Add | CancelRequest | EvictRequest | Stage | Commit | GetFacts | AdminCommand | Want | Shutdown
+Command = (
+    StartEngine
+    | Add
+    | CancelRequest
+    | EvictRequest
+    | Stage
+    | Commit
+    | GetFacts
+    | GetSteps
+    | AdminCommand
+    | Want
+    | Shutdown
+)
 
 
 class StartProgress(msgspec.Struct, frozen=True, tag=True):
@@ -129,6 +148,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     facts: EngineFacts
     fault: Fault | None = None
     lending: LendingStatus | None = None
+    steps: RecordedSteps | None = None
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

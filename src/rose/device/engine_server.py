@@ -17,6 +17,7 @@ from rose.device import engine_messages
 from rose.device.os_process import lower_priority
 from rose.device.transport import EngineLink
 from rose.engines.base import LendingStatus, Request, StepEngine, Stepped, StepPlan, TokenEvent
+from rose.engines.recorded_steps import RecordedSteps
 from rose.errors import RequestRefused, RoseError, Unavailable
 
 CLOSED_RETRY_S = 5.0  # an admin command holds for minutes: the client should not wait for its end here
@@ -71,6 +72,7 @@ class EngineServer:
         on_control: Callable[[engine_messages.AdminCommand], None] = lambda command: None,
         on_want: Callable[[bool], None] = lambda is_wanted: None,
         lending: Callable[[], LendingStatus | None] = lambda: None,
+        steps: Callable[[], RecordedSteps | None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.link = link
@@ -80,6 +82,7 @@ class EngineServer:
         self._now_s = now_s
         self._on_add, self._on_gone, self._on_swap = on_add, on_gone, on_swap
         self._on_control, self._on_want, self._lending = on_control, on_want, lending
+        self._steps = steps
         self._unstarted: set[str] = set()
         self._staged: tuple[engine_messages.Stage, Any] | None = None
         self._loader = WeightLoader(engine, link.wake)
@@ -166,6 +169,8 @@ class EngineServer:
                 self._commit(command)
             case engine_messages.GetFacts():
                 self._reply(command.tag)
+            case engine_messages.GetSteps():
+                self.link.send(engine_messages.Reply(command.tag, self.engine.facts(), steps=self._steps()))
             case engine_messages.AdminCommand() | engine_messages.Want():
                 try:
                     if isinstance(command, engine_messages.Want):

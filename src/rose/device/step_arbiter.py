@@ -20,6 +20,7 @@ from rose.core.facts import Grant, RolloutView, RunningRequest, ServingView, Ste
 from rose.core.lending_controller import LendingController
 from rose.core.memory import ResidenceInflation
 from rose.core.stalls import StallDetector
+from rose.core.step_samples import StepSamples
 from rose.engines.base import Budget, PlannedRequest, Request, StepEngine, StepPlan, TokenEvent
 from rose.engines.batch_scheduler import BatchScheduler
 from rose.engines.live_request import LiveRequest
@@ -75,6 +76,8 @@ class StepArbiter(LendingController):
         self.on_decision: Decided | None = None  # receives every view and its grant, for the journal
         self.last_grant = Grant(0, 0, 0.0, "nothing was asked yet")
         self.inflation = ResidenceInflation()
+        self.samples = {"serving": StepSamples(), "rollout": StepSamples()}  # with the loop's own time before each step
+        self._busy_since_s: float | None = None  # the end of the last step, unless nothing could run since
         self._serving_budget = serving_budget
         self._answers: dict[str, _Answer] = {}  # of the serving requests that have their first token
         self._arrivals: dict[str, tuple[float, float]] = {}  # serving request: arrival, and seconds lent before it
@@ -106,6 +109,8 @@ class StepArbiter(LendingController):
 
     def next_step(self, now_s: float) -> StepDecision | None:
         """Return what to run now, or None if neither side has anything that may run."""
+        if self._busy_since_s is None:
+            self._busy_since_s = now_s
         if not self.serving.scheduler.has_work() and self.admission.block_s >= REFIT_S:
             self._refit()  # with rollouts that always have something to run there is no better moment
         self.last_grant = grant = self.step_grant(
@@ -125,6 +130,7 @@ class StepArbiter(LendingController):
             self.stalls.on_idle(now_s)
         plan = self.serving.plan(self._serving_step_budget())
         if plan is None:
+            self._busy_since_s = None
             self._refit()
             return None
         asked_s = now_s if is_planned else None
@@ -148,6 +154,9 @@ class StepArbiter(LendingController):
     def finish(self, step: StepDecision, events: Sequence[TokenEvent], begin_s: float, end_s: float) -> list[Breach]:
         """Account for a step that ran. Return the breaches that it revealed."""
         seconds = end_s - begin_s
+        since_s = begin_s if self._busy_since_s is None else self._busy_since_s
+        self.samples[step.side].add(step.plan.features, end_s - since_s)
+        self._busy_since_s = end_s
         if step.side == "rollout":
             asked_s = begin_s if step.asked_s is None else step.asked_s
             self.stalls.on_request(begin_s, is_admitted=True)

@@ -28,7 +28,7 @@ from rose.core.latency import LatencyModel
 from rose.core.memory import MemoryPolicy, MemorySampled, ResidenceInflation, SetRolloutBudget
 from rose.core.slo import Budgets
 from rose.core.stalls import StallDetector
-from rose.engines.profiles import StepProfile
+from rose.engines.profiles import StepProfile, noise_of
 from rose.sim.models import calibrated_model, step_shape
 from rose.sim.shapes import Arrival
 
@@ -213,7 +213,7 @@ class SaturatedDevice:
         self.stalls.on_request(self.now_s, is_admitted=step is not None)
         if step is None:
             return False
-        seconds = self.rollout.step_s(step) * self._chance.lognormvariate(0, NOISE)
+        seconds = self.rollout.step_s(step) * noise_of(self.rollout, self._chance, NOISE)
         begin_s, upper_s = self.now_s, self.admission.rollout.upper(step)
         self.admission.rollout.observe(step, seconds)
         if self.now_s < self.until_s:  # a prompt that is not complete yields no token
@@ -306,7 +306,7 @@ class SaturatedDevice:
             begun.append(served)
         context = sum(served.context_tokens for served in self._running) + decodes
         features = StepFeatures(decodes + chunk, context + depth, context + by_context, decodes + len(begun))
-        seconds = self.serving.step_s(features) * self._chance.lognormvariate(0, NOISE)
+        seconds = self.serving.step_s(features) * noise_of(self.serving, self._chance, NOISE)
         if self.lends:
             self.admission.demand.on_step(features, seconds, self.now_s + seconds)
             self.admission.serving.observe(features, seconds)

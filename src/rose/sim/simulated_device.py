@@ -29,7 +29,7 @@ from rose.device.pages import PagePool
 from rose.device.step_arbiter import StepArbiter, StepDecision
 from rose.device.tenancy import SharedMemory
 from rose.engines.base import Budget, Request, Sampling, TokenEvent
-from rose.engines.profiles import load_profile
+from rose.engines.profiles import load_profile, noise_of
 from rose.engines.simulated import SimulatedEngine
 from rose.errors import RequestRefused, Unavailable
 from rose.sim.models import model_of
@@ -148,6 +148,7 @@ class Device:
         self._models = model_of(world.serving, noise=world.noise), model_of(world.rollout, noise=world.noise)
         self.memory = shared_memory(world.pages, lambda: self.now_s) if world.pages else None
         serving, rollout = load_profile(world.serving), load_profile(world.rollout)
+        self._profiles = {"serving": serving, "rollout": rollout}
         tenants = (self.memory.serving, self.memory.rollout) if self.memory is not None else (None, None)
         pools = [tenant.memory.pool if tenant is not None else None for tenant in tenants]
         kv_blocks = world.kv_tokens // serving.block_tokens or None
@@ -318,7 +319,7 @@ class Device:
 
     def _step_s(self, side: str, cost_s: float) -> float:
         chance, world = self._chances[side], self.world
-        step_s = cost_s * chance.lognormvariate(0, world.noise)
+        step_s = cost_s * noise_of(self._profiles[side], chance, world.noise)
         if self.now_s > world.until_s / 2:
             step_s *= world.drift
         if side != self._last_side:

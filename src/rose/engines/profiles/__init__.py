@@ -6,12 +6,14 @@
 
 A measured profile adds compute and memory: on one core they do not overlap. A `roofline` profile takes the larger one:
 an accelerator reads while it computes. The file's `source` says where every constant comes from. A tensor-parallel
-group counts as one device.
+group counts as one device. A profile recorded beside a live engine (`rose profile`) also has the `spread` of its steps.
 """
 
 from __future__ import annotations
 
 import difflib
+import random
+from bisect import bisect_left
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +27,7 @@ from rose.errors import ConfigError
 
 FOLDER = Path(__file__).parent
 SOURCES_MAX = 256  # more than one per constant
+SPREAD_PLACES = (0.005, *(n / 50 for n in range(1, 46)), 0.92, 0.94, 0.96, 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
 PROFILE_BYTES_MAX = 1 << 20  # the ones that ship have a few kilobytes
 
 
@@ -47,6 +50,7 @@ class StepProfile:
     kv_memory_bytes: Serial
     block_tokens: Count
     max_context_tokens: Count
+    spread: Annotated[tuple[Seconds, ...], Meta(max_length=len(SPREAD_PLACES))] = ()  # time over `step_s`
     source: Annotated[dict[Name, Text], Meta(max_length=SOURCES_MAX)]
 
     def __post_init__(self) -> None:
@@ -58,6 +62,12 @@ class StepProfile:
             raise ConfigError(
                 f"profile {self.name}: its KV memory does not hold one block",
                 hint="check kv_memory_bytes, kv_bytes_per_token, block_tokens and tensor_parallel",
+            )
+
+        if self.spread and (len(self.spread) != len(SPREAD_PLACES) or list(self.spread) != sorted(self.spread)):
+            raise ConfigError(
+                f"profile {self.name}: spread has {len(self.spread)} values, or not in order",
+                hint=f"it has none, or {len(SPREAD_PLACES)} quantiles from the smallest to the largest",
             )
 
     @property
@@ -80,6 +90,18 @@ class StepProfile:
         memory_s = self.weights_read_s + self.per_kv_read_token_s * features.kv_read_tokens
         work_s = max(compute_s, memory_s) if self.shape == "roofline" else compute_s + memory_s
         return self.fixed_s + self.per_new_token_exchange_s * features.new_tokens + work_s
+
+
+def noise_of(profile: StepProfile, chance: random.Random, sigma: float) -> float:
+    """Draw by how much a step takes longer than `step_s`: from the spread, or log-normal without one."""
+    if not profile.spread:
+        return chance.lognormvariate(0, sigma)
+    place, values = chance.random(), profile.spread
+    at = bisect_left(SPREAD_PLACES, place)
+    if at == 0:
+        return values[0]
+    low, high = SPREAD_PLACES[at - 1], SPREAD_PLACES[at]
+    return values[at - 1] + (values[at] - values[at - 1]) * (place - low) / (high - low)
 
 
 def profile_names() -> list[str]:

@@ -158,7 +158,7 @@ def bars_of(errors: dict[str, float]) -> list[dict[str, Any]]:
 
 def main() -> int:
     arguments = harness.parser(__doc__ or "").parse_args()
-    repeats, seconds = (1, 12.0) if arguments.quick else (3, 40.0)
+    repeats, seconds = (1, 12.0) if arguments.quick else (3, 30.0)
     begun, rows = harness.machine(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -88,6 +88,7 @@ ROLLOUTS = Target(
 ADMIN = Target(
     (
         Route("GET", "/rose/lending", None, OWNER_TOKEN),
+        Route("GET", "/rose/steps", None, OWNER_TOKEN),
         Route("POST", "/rose/lending/{action}", ControlBody, OWNER_TOKEN, weight=12),
         Route("POST", "/rose/lending/remove", ControlBody, "not-the-owners-token"),
         Route("GET", "/metrics", None),

@@ -18,12 +18,14 @@ from msgspec import Meta
 from rose.bounds import Count, Name, Seconds, Serial, Text
 from rose.core.facts import StepFeatures
 from rose.core.latency import FIT_SAMPLES_MIN, Sample, fit_constants
-from rose.engines.profiles import SPREAD_PLACES, StepProfile
+from rose.engines.profiles import SPREAD_PLACES, StepProfile, StepSpread
 from rose.errors import ConfigError
 
 SAMPLES_MAX = 4096  # of each kind; the recorder keeps no more
 DRAWN_MIN = 200  # fewer say nothing of a P99
 DIGITS = 5
+SIZE_RATIO = 4.0  # of lengths in one class of the spread
+CLASS_MIN = 50  # steps; fewer join the class of shorter ones
 
 StepRow = tuple[Serial, Serial, Serial, Serial, Seconds]  # new, KV read, new x context, sequences, seconds
 StepRows = Annotated[tuple[StepRow, ...], Meta(max_length=SAMPLES_MAX)]
@@ -72,18 +74,43 @@ def profile_of(side: RecordedSide, name: Name, what: str) -> StepProfile:
         per_sequence_s=sequences, kv_bytes_per_token=side.kv_bytes_per_token, kv_memory_bytes=side.kv_memory_bytes,
         block_tokens=side.block_tokens, max_context_tokens=side.max_context_tokens, source={},
     )  # fmt: skip
-    ratios = sorted(seconds / profile.step_s(features) for features, seconds in drawn)
-    spread = tuple(_rounded(ratios[min(len(ratios) - 1, int(place * len(ratios)))]) for place in SPREAD_PLACES)
-    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    steps = [(profile.step_s(features), seconds) for features, seconds in drawn]
+    errors = sorted(abs(seconds / predicted_s - 1) for predicted_s, seconds in steps)
     source = {
         "method": "rose profile --record: robust least squares on relative errors; compute and memory are not told "
         "apart, so weights_read_s is in fixed_s",
         "measured": f"{side.seen:,} live steps of {what}; fitted to {len(shapes)} of all shapes and {len(drawn)} drawn "
         f"ones, off by {errors[len(errors) // 2]:.1%} (median), {errors[int(0.9 * len(errors))]:.1%} (P90)",
-        "spread": f"time over prediction of the drawn steps at {len(SPREAD_PLACES)} quantiles",
+        "spread": f"time over prediction of the drawn steps at {len(SPREAD_PLACES)} quantiles, by length",
         "kv_memory_bytes": "what the engine may hold, as it says",
     }
-    return replace(profile, source=source, spread=spread)
+    return replace(profile, source=source, spread=spread_of(steps))
+
+
+def spread_of(steps: Sequence[tuple[float, float]]) -> tuple[StepSpread, ...]:
+    """Return how steps of (predicted, actual) seconds scatter, by classes of lengths that have enough of them."""
+    by_size: dict[int, list[tuple[float, float]]] = {}
+    for predicted_s, seconds in steps:
+        by_size.setdefault(math.floor(math.log(predicted_s, SIZE_RATIO)), []).append(
+            (predicted_s, seconds / predicted_s)
+        )
+    classes: list[list[tuple[float, float]]] = []
+    for _, members in sorted(by_size.items()):
+        if classes and len(members) < CLASS_MIN:
+            classes[-1] += members
+        else:
+            classes.append(members)
+    if len(classes) > 1 and len(classes[0]) < CLASS_MIN:
+        classes[1] = classes[0] + classes[1]
+        del classes[0]
+    spreads = []
+    for members in classes:
+        ratios = sorted(ratio for _, ratio in members)
+        quantiles = (ratios[min(len(ratios) - 1, int(place * len(ratios)))] for place in SPREAD_PLACES)
+        spreads.append(
+            StepSpread(_rounded(min(predicted_s for predicted_s, _ in members)), tuple(map(_rounded, quantiles)))
+        )
+    return tuple(spreads)
 
 
 def _samples(rows: Sequence[StepRow]) -> list[Sample]:

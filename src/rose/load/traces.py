@@ -217,7 +217,16 @@ def read_trace(path: Path) -> Trace:
         raise ConfigError(f"trace {path} is not text", hint=FORMATS_HINT) from error
     arrivals, prompts, outputs = (np.array([row[i] for row in rows]) for i in range(3))
     arrivals = arrivals.astype(np.float64) - arrivals.min(initial=0.0)
-    return made_trace(path.name, arrivals, prompts.astype(np.int64), outputs.astype(np.int64))
+    trace = made_trace(path.name, arrivals, prompts.astype(np.int64), outputs.astype(np.int64))
+    return replace(trace, notes=tuple(_mended(arrivals, prompts, outputs)))
+
+
+def _mended(arrivals: Floats, prompts: Integers, outputs: Integers) -> Iterator[str]:
+    """Yield what was not as it should be, and was mended."""
+    if (late := int((np.diff(arrivals) < 0).sum())) > 0:
+        yield f"the rows were not in order of arrival ({late:,} places): they were sorted"
+    if (empty := int(((prompts < 1) | (outputs < 1)).sum())) > 0:
+        yield f"{empty:,} of {len(prompts):,} requests have a prompt or an answer of 0 tokens: counted as 1"
 
 
 def _rows(path: Path, text: Iterable[str]) -> Iterator[Row]:

@@ -78,7 +78,9 @@ def fleet_of(inputs: FleetInputs, serving_file: Path | None = None, rollout_file
         what = f"a borrowed device runs both models on the same group, but serving has tp{degree} and rollouts tp{own}"
         raise ConfigError(what, hint=f"give --rollout {rollout.name.lower()}:tp{degree}, or leave the degree out")
     if count < degree:
-        raise ConfigError(f"{count} devices are less than one group of {degree}", hint="give more --devices")
+        have = "1 device is" if count == 1 else f"{count} devices are"
+        what = f"{have} less than one group of {degree}, which both models need"
+        raise ConfigError(what, hint="give more --devices, or smaller models")
     memory_bytes = check_memory(accelerator, degree, serving, rollout)
     notes = []
     if left := count % degree:

@@ -24,6 +24,8 @@ from rose.sim.shapes import Arrival
 
 HOUR_S, DAY_HOURS, DAY_S = 3600.0, 24, 86_400.0
 UNIX_TIME_MIN = 1e9  # seconds; arrivals that begin beyond it are dates
+UNIX_TIME_MAX = 1e11  # the year 5138; Unix milliseconds are beyond it
+SPARSE_REQUESTS, SPARSE_GAP_S = 10, 20.0  # a fleet with so little traffic needs no plan
 SPAN_S_MAX = 14 * 86_400.0  # twenty minutes in milliseconds look like as much
 RATE_MAX = 1e6  # requests a second of a fleet
 TRACE_BYTES_MAX = 512 << 20
@@ -143,6 +145,7 @@ def recorded_traffic(path: Path, context_tokens: int, hours: int, window_s: floa
     if path.exists() and path.stat().st_size > TRACE_BYTES_MAX:
         raise ConfigError(f"trace {path} has more than {TRACE_BYTES_MAX >> 20} MiB", hint="give a shorter part of it")
     trace = capped(read_trace(path), context_tokens)
+    check_unit(path, trace)
     first_s = 0.0
     if trace.arrival_s[0] > UNIX_TIME_MIN:  # hours of the day are then those of UTC
         trace = replace(trace, arrival_s=trace.arrival_s - trace.arrival_s[0] // DAY_S * DAY_S)
@@ -168,7 +171,26 @@ def recorded_traffic(path: Path, context_tokens: int, hours: int, window_s: floa
     if span_s < window_s:
         notes.append(f"the trace has only {span_s:.0f} s of a window of {window_s:.0f} s; the rest is without requests")
     what = f"{path.name}: {len(trace):,} requests in {span_s / HOUR_S:.2f} h"
+    if is_sparse(trace):
+        what += f", one in {span_s / (len(trace) - 1):,.0f} s (are its arrivals in milliseconds?)"
     return FleetTraffic(what, source, _hours(source, spans), (*notes, *_coverage(len(spans))))
+
+
+def check_unit(path: Path, trace: Trace) -> None:
+    """Refuse arrivals that can only be a Unix time in milliseconds or less."""
+    if trace.arrival_s[0] > UNIX_TIME_MAX:
+        raise ConfigError(
+            f"trace {path} begins {trace.arrival_s[0]:.4g} seconds after 1970, after the year 5000: are its arrivals "
+            "in milliseconds?",
+            hint="arrival_s counts seconds; divide milliseconds by 1000",
+        )
+
+
+def is_sparse(trace: Trace) -> bool:
+    """Return whether arrivals are whole numbers and far apart, as a short trace in milliseconds has them."""
+    span_s = float(trace.arrival_s[-1] - trace.arrival_s[0])
+    is_whole = bool((trace.arrival_s == np.floor(trace.arrival_s)).all())
+    return is_whole and len(trace) >= SPARSE_REQUESTS and span_s > SPARSE_GAP_S * (len(trace) - 1)
 
 
 def prometheus_traffic(path: Path, context_tokens: int, hours: int) -> FleetTraffic:

@@ -213,7 +213,8 @@ class SaturatedDevice:
         self.stalls.on_request(self.now_s, is_admitted=step is not None)
         if step is None:
             return False
-        seconds = self.rollout.step_s(step) * noise_of(self.rollout, self._chance, NOISE)
+        seconds = self.rollout.step_s(step)
+        seconds *= noise_of(self.rollout, seconds, self._chance, NOISE)
         begin_s, upper_s = self.now_s, self.admission.rollout.upper(step)
         self.admission.rollout.observe(step, seconds)
         if self.now_s < self.until_s:  # a prompt that is not complete yields no token
@@ -306,7 +307,8 @@ class SaturatedDevice:
             begun.append(served)
         context = sum(served.context_tokens for served in self._running) + decodes
         features = StepFeatures(decodes + chunk, context + depth, context + by_context, decodes + len(begun))
-        seconds = self.serving.step_s(features) * noise_of(self.serving, self._chance, NOISE)
+        seconds = self.serving.step_s(features)
+        seconds *= noise_of(self.serving, seconds, self._chance, NOISE)
         if self.lends:
             self.admission.demand.on_step(features, seconds, self.now_s + seconds)
             self.admission.serving.observe(features, seconds)

@@ -319,7 +319,7 @@ class Device:
 
     def _step_s(self, side: str, cost_s: float) -> float:
         chance, world = self._chances[side], self.world
-        step_s = cost_s * noise_of(self._profiles[side], chance, world.noise)
+        step_s = cost_s * noise_of(self._profiles[side], cost_s, chance, world.noise)
         if self.now_s > world.until_s / 2:
             step_s *= world.drift
         if side != self._last_side:

@@ -27,3 +27,25 @@ def test_every_seed_of_a_range_has_a_line(capsys):
 def test_wrong_seeds_and_minutes_are_refused(words, why, capsys):
     assert main(["sim", *words]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_one_device_is_forecast_from_its_profiles(capsys):
+    words = ["--profile", "cpu", "--rollout-profile", "cpu-frozenlake-1m", "--rate", "3", "--seconds", "3"]
+    assert main(["sim", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "of the time lent" in printed and "TTFT       P50" in printed and "without HTTP" in printed
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (["--profile", "cpu", "--rate", "1"], "runs two models"),
+        (["--rate", "1"], "a trace is for one device"),
+        (["--profile", "cpu", "--rollout-profile", "cpu"], "either a trace or a rate"),
+        (["--profile", "cpu", "--rollout-profile", "cpu", "--rate", "1", "--seconds", "0"], "cannot be forecast"),
+        (["--profile", "no.json", "--rollout-profile", "cpu", "--rate", "1"], "no step profile"),
+    ],
+)
+def test_a_forecast_without_its_parts_is_refused(words, why, capsys):
+    assert main(["sim", *words]) == 2
+    assert why in capsys.readouterr().err

@@ -210,3 +210,16 @@ def test_residence_inflation_widens_the_headroom_of_serving(device: Device) -> N
     after = ask(device, "limits", memory_share=1.0)
     assert (before.lending_stretch, after.lending_stretch) == (1.0, 2.0)
     assert after.headroom_pages > before.headroom_pages
+
+
+def test_recorded_steps_are_for_the_owner_only(device: Device) -> None:
+    device.serving.send(engine_messages.Add(requests_of("s")[0]))
+    device.serving.until(lambda: bool(device.serving.finished))
+    device.serving.send(engine_messages.GetSteps(tag=5))
+    device.serving.until(lambda: any(reply.steps is not None for reply in device.serving.replies))
+    steps = next(reply.steps for reply in device.serving.replies if reply.steps is not None)
+    assert steps.serving.seen > 0 and steps.serving.drawn and steps.serving.kv_bytes_per_token > 0
+    assert steps.rollout.seen == len(steps.rollout.drawn)
+    device.rollout.send(engine_messages.GetSteps(tag=6))
+    device.rollout.until(lambda: any(reply.tag == 6 for reply in device.rollout.replies))
+    assert all(reply.steps is None for reply in device.rollout.replies)

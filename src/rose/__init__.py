@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rose.weights.publish import Publisher as Publisher
     from rose.weights.receive import Receiver as Receiver
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "Batch": "rose.api.trajectories",

@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tests.conftest import pytest_make_parametrize_id
 from tests.needs import EXTRAS, marks
+
+import rose
+from rose.deploy.deploy_values import ImageValues
 
 ROOT = Path(__file__).parents[2]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -31,7 +35,7 @@ def name_of(requirement: str) -> str:
     return re.split(r"[\[<>=!~; ]", requirement)[0].replace("-", "_").lower()
 
 
-# What `make venv` installs: it is there in every target.
+# What `make dev` installs: it is there in every target that tests.
 ALWAYS = {name_of(found) for found in [*PROJECT["dependencies"], *OPTIONAL["dev"], *OPTIONAL["fast"], "torch", "numba"]}
 ENGINES = ("vllm", "sglang")
 IN_SLOW = {name for names in EXTRAS.values() for name in names}
@@ -117,3 +121,30 @@ def test_names_of_tests_hold_no_bytes() -> None:
     """Workers of one run collect apart, and the header that gzip writes has the time in it."""
     assert pytest_make_parametrize_id(b"\x1f\x8b", "body") == "body"
     assert pytest_make_parametrize_id("text", "body") is None
+
+
+def test_the_workflow_of_the_forge_runs_what_has_to_pass() -> None:
+    workflow: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    commands = [step.get("run") for job in workflow["jobs"].values() for step in job["steps"]]
+    assert ".ci/run" in commands and "make test-install" in commands and "test-install" in recipes()
+    assert all("timeout-minutes" in job for job in workflow["jobs"].values())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda p: p.stem)
+def test_issue_templates_have_a_name_and_questions(path: Path) -> None:
+    template: dict[str, Any] = yaml.safe_load(path.read_text())
+    assert template["name"] and template["description"] and any("id" in part for part in template["body"])
+
+
+def test_users_get_no_development_tools_and_checks_have_them() -> None:
+    assert "[dev" not in run_by("run") and "[dev" not in run_by("venv")
+    for target in ("check", "test", "test-slow", "test-long", "tidy", "format", "bench", "docs"):
+        assert ".[dev,fast]" in run_by(target), target
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    chart: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "helm" / "rose" / "Chart.yaml").read_text())
+    heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    versions = {PROJECT["version"], chart["version"], chart["appVersion"], heading and heading[1]}
+    versions |= {ImageValues().tag.removesuffix("-cuda")}
+    assert versions == {rose.__version__}

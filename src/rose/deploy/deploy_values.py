@@ -50,7 +50,7 @@ class ImageValues:
     repository: str = _text(
         "rose", "image of every container, built by deploy/docker", r"[\w./:-]+", "example.org/rose"
     )
-    tag: str = _text("0.1.0-cuda", "its tag", r"\w[\w.-]{0,127}", "0.1.0-cuda")
+    tag: str = _text("0.2.0-cuda", "its tag", r"\w[\w.-]{0,127}", "0.2.0-cuda")
     pull_policy: Literal["IfNotPresent", "Always", "Never"] = setting("IfNotPresent", "when nodes pull it")
     pull_secret: str = _name("", "Secret with the registry's password; empty for none")
 

@@ -345,18 +345,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "openai/access.py",
         'if not self._is_open and not self._knows(_name_of(f"//{host}")):',
         "if False:",
-        ("unit/openai/test_http_server.py",),
+        ("unit/openai/test_access.py",),
+    ),
+    Mutant(
+        "short frames of a WebSocket are parsed all at once",
+        "openai/connections.py",
+        "if self._payload_parser is None or not (self._unparsed or len(data) > PARSED_BYTES_AT_ONCE):",
+        "if True:",
+        ("unit/openai/test_connections.py",),
     ),
     Mutant(
         "users choose their own priority",
         "openai/http_context.py",
         "return wanted or 0 if self.settings.obey_priority else 0",
         "return wanted or 0",
-        (
-            "unit/openai/test_http_server.py",
-            "unit/openai/test_generation.py",
-            "unit/engines/test_batch_scheduler.py",
-        ),
+        ("unit/openai/test_http_context.py",),
     ),
     Mutant(
         "chat templates run outside the sandbox",

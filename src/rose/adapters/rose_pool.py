@@ -7,6 +7,7 @@ The token is read from the environment, so that it is in no configuration file t
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import secrets
@@ -15,15 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rose.adapters.streamed import StreamedPublisher
+from rose.api.trajectories import PublishReply
 from rose.client import PATIENCE_S, GatewayClient
 from rose.errors import ConfigError
 from rose.models.model_folder import load_model_folder
+from rose.weights.publish import PublishedVersion
 from rose.weights.relay.opening import relay_kind
 
 TOKEN = "ROSE_TRAINER_TOKEN"
 TURN_PATIENCE_S = math.inf  # a full pool makes turns wait; other calls notice a gateway that is away
 
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 
 def trainer_token() -> str:
@@ -68,6 +74,20 @@ class RosePool:
 
         with ThreadPoolExecutor(1) as thread:  # the caller's thread may run an event loop, as in a notebook
             return thread.submit(asyncio.run, run()).result()
+
+    def publisher(self, **options: Any) -> StreamedPublisher:
+        """Return the publisher of this run. A gateway that is away or a wrong token is an error before that."""
+        self.ask(lambda client: client.pool())
+        return StreamedPublisher(self.folder.path, self.relay, run=self.run, secret=self.secret, **options)
+
+    async def announce(
+        self, client: GatewayClient, new: PublishedVersion, label: str = "", wait_s: float = 0.0
+    ) -> PublishReply:
+        """Tell the gateway of a version, by its own name or another; wait so long for workers to run it."""
+        name = label or new.label
+        reply = await client.publish(name, relay=self.relay, run=self.run, hash=new.hash, wait_s=wait_s)
+        logger.info("version %s: %s of %d bytes", name, new.kind, new.size_bytes)
+        return reply
 
 
 def shortage(status: Mapping[str, Any]) -> str:

@@ -1,37 +1,26 @@
-"""The gateway, relay and run of one slime job, as one of its processes uses them.
-
-The process that plays rollouts has thousands of turns under way. A full pool makes them wait without end, so every
-`LOOK_S` one of them asks for the state of the pool, for all. That notices a gateway that is away, and a pool in which
-nothing ends.
-"""
+"""The gateway, relay and run of one slime job, as one of its processes uses them."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
 import re
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rose.adapters.group_players import Prompt, prompt_ids
-from rose.adapters.rose_pool import TURN_PATIENCE_S, RosePool, shortage
+from rose.adapters.rose_pool import TURN_PATIENCE_S, RosePool
 from rose.adapters.streamed import StreamedPublisher
+from rose.adapters.turn_watch import TurnWatch
 from rose.api.requests import TurnAnswer, TurnSampling
 from rose.api.trajectories import BeginBody, FinishBody
-from rose.client import GatewayClient
-from rose.errors import ConfigError, ModelError, Unavailable
+from rose.errors import ConfigError, ModelError
 from rose.models.files import read_object
 from rose.models.tensors import INDEX, open_tensors
 
-LOOK_S = 30.0  # between two looks at the pool while turns wait
 STALE_AFTER_S = 600.0  # without an ended turn; longer than long turns take
 MODE = "--update-weight-mode full --update-weight-transport disk"
 _VERSION_FOLDER = re.compile(r"weight_v(\d{1,10})")  # that slime writes for each version
-
-logger = logging.getLogger(__name__)
 
 
 class SlimePool:
@@ -41,8 +30,7 @@ class SlimePool:
         self._pool = RosePool(model, gateway=gateway, relay=relay, run=run, patience_s=patience_s)
         self._publisher: StreamedPublisher | None = None
         self._numbers = itertools.count()
-        self._under_way = 0
-        self._ended_s = self._looked_s = 0.0
+        self._watch = TurnWatch(self._status, STALE_AFTER_S)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a text as slime encodes it, or of a conversation by the chat template."""
@@ -57,44 +45,23 @@ class SlimePool:
     async def turn(self, token_ids: Sequence[int], sampling: TurnSampling) -> TurnAnswer:
         """Return the answer of one turn. Raises Unavailable if the gateway stays away, or no turn ends for long."""
         name = f"{self._pool.prefix}/{next(self._numbers)}"
-        if not self._under_way:
-            self._ended_s = self._looked_s = time.monotonic()
-        self._under_way += 1
-        try:
-            async with self._pool.client() as client, self._pool.client(TURN_PATIENCE_S) as turns:
-                await client.begin(BeginBody(id=name))
-                playing = asyncio.ensure_future(turns.trajectory(name)(token_ids, sampling))
-                try:
-                    while not (await asyncio.wait([playing], timeout=LOOK_S))[0]:
-                        await self._look(client)
-                    answer = playing.result()
-                finally:
-                    playing.cancel()
-                self._ended_s = time.monotonic()
-                await client.finish(name, FinishBody())
-        finally:
-            self._under_way -= 1
+        async with self._pool.client() as client, self._pool.client(TURN_PATIENCE_S) as turns:
+            await client.begin(BeginBody(id=name))
+            answer = await self._watch(turns.trajectory(name)(token_ids, sampling))
+            await client.finish(name, FinishBody())
         return answer
 
-    async def _look(self, client: GatewayClient) -> None:
-        """Ask for the state of the pool, unless another turn of this process has just done so."""
-        if time.monotonic() - self._looked_s < LOOK_S:
-            return
-        self._looked_s = time.monotonic()
-        lack = shortage(await client.pool())
-        if time.monotonic() - self._ended_s > STALE_AFTER_S:
-            raise Unavailable(f"no turn has ended for {STALE_AFTER_S:g} s: {lack}", hint="start workers of the gateway")
-        logger.info(lack)
+    async def _status(self) -> dict[str, Any]:
+        async with self._pool.client() as client:  # a look is for all turns, and their clients may end before it
+            return await client.pool()
 
     def publish(self, folder: Path) -> None:
         """Put the weights of a folder into the relay, and tell the gateway."""
         number, pool = version_of_folder(folder), self._pool
         if self._publisher is None:
-            pool.ask(lambda client: client.pool())  # a wrong token or address is an error before anything is encoded
-            self._publisher = StreamedPublisher(pool.folder.path, pool.relay, run=pool.run, secret=pool.secret)
+            self._publisher = pool.publisher()
         new = self._publisher.publish(number, _tensors(folder))
-        pool.ask(lambda client: client.publish(new.label, relay=pool.relay, run=pool.run, hash=new.hash))
-        logger.info("version %s: %s of %d bytes", new.label, new.kind, new.size_bytes)
+        pool.ask(lambda client: pool.announce(client, new))
 
 
 def version_of_folder(folder: Path) -> int:

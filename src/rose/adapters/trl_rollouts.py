@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from rose.adapters.group_players import Prompt, prompt_ids, sampling_seed
-from rose.adapters.rose_pool import TURN_PATIENCE_S, RosePool, shortage
+from rose.adapters.rose_pool import TURN_PATIENCE_S, RosePool
 from rose.adapters.trl_weights import TrlWeights
+from rose.adapters.turn_watch import TurnWatch
 from rose.api.requests import TurnAnswer, TurnSampling
 from rose.api.trajectories import BeginBody, FinishBody
 from rose.client import GatewayClient
-from rose.errors import ConfigError, Unavailable
+from rose.errors import ConfigError
 
-WATCH_S = 5.0  # between two looks whether the gateway is there, and rollouts end
 STALE_AFTER_S = 300.0  # without an ended rollout; TRL's own limit for its asynchronous trainer
 WHOLE_DISTRIBUTION = {
     "top_p": (1.0, None),
@@ -85,13 +84,12 @@ class TrlRollouts:
     ) -> list[TurnAnswer]:
         version = (await client.pool())["version"]
         names = [f"{self._pool.prefix}/sync-{self._calls}/{number}" for number in range(len(prompts))]
-        ended_s = [time.monotonic()]
+        watch = TurnWatch(client.pool, self._stale_after_s)
 
         async def play(number: int) -> TurnAnswer:
             own = replace(sampling, seed=sampling_seed(sampling.seed, self._calls, number))
             await client.begin(BeginBody(id=names[number]))
-            answer = await turns.trajectory(names[number])(prompts[number], own)
-            ended_s.append(time.monotonic())
+            answer = await watch(turns.trajectory(names[number])(prompts[number], own))
             await client.finish(names[number], FinishBody())
             if any(span.version != version for span in answer.spans):
                 hint = "start the gateway with max_staleness 0, or use AsyncGRPOTrainer"
@@ -101,11 +99,7 @@ class TrlRollouts:
         async with self._pool.client(TURN_PATIENCE_S) as turns:
             playing = asyncio.gather(*(play(number) for number in range(len(prompts))))
             try:
-                while not (await asyncio.wait([playing], timeout=WATCH_S))[0]:
-                    status = await client.pool()
-                    if time.monotonic() - ended_s[-1] > self._stale_after_s:
-                        raise Unavailable(f"no rollout has ended for {self._stale_after_s:g} s: {shortage(status)}")
-                return playing.result()
+                return await playing
             finally:
                 playing.cancel()
 

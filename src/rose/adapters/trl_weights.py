@@ -8,15 +8,12 @@ leaves a version that no worker is asked to load.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
 from rose.adapters.rose_pool import RosePool
 from rose.adapters.streamed import StreamedPublisher
 from rose.weights.publish import PublishedVersion
-
-logger = logging.getLogger(__name__)
 
 
 class TrlWeights:
@@ -30,11 +27,7 @@ class TrlWeights:
 
     def init_weight_transfer(self) -> None:
         """Claim the run in the relay. Raises ConfigError, RequestRefused or Unavailable if TRL could not train."""
-        pool = self._pool
-        pool.ask(lambda client: client.pool())
-        self._publisher = StreamedPublisher(
-            pool.folder.path, pool.relay, run=pool.run, secret=pool.secret, **self._options
-        )
+        self._publisher = self._pool.publisher(**self._options)
 
     def pause(self) -> None:
         """Do nothing: workers swap weights between two steps of their engines, and turns go on."""
@@ -47,11 +40,10 @@ class TrlWeights:
 
     def resume(self) -> None:
         """Tell the gateway of the version; do not wait for its workers."""
-        new, pool = self._published, self._pool
+        new = self._published
         assert new is not None
-        pool.numbers[new.label] = self._count
-        pool.ask(lambda client: client.publish(new.label, relay=pool.relay, run=pool.run, hash=new.hash))
-        logger.info("version %s: %s of %d bytes", new.label, new.kind, new.size_bytes)
+        self._pool.numbers[new.label] = self._count
+        self._pool.ask(lambda client: self._pool.announce(client, new))
 
     def destroy(self) -> None:
         if self._publisher is not None:

@@ -13,7 +13,7 @@ tensors. `verl_rollouts` has what plays turns.
 from __future__ import annotations
 
 import queue
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +26,7 @@ from rose.adapters.verl_pool import VerlSettings, VerlWeights
 from rose.errors import ConfigError
 
 ROSE = "rose"  # verl's name for the replica and for the engine
+Weights = Iterable[tuple[str, Any]]
 NOT_STREAMS = ("naive", "delta_sharded")  # engines of verl that do not send an iterator of tensors
 
 
@@ -35,56 +36,19 @@ def settings_of(rollout: Any) -> VerlSettings:
     return VerlSettings.read(dict(engine.engine_kwargs.get(engine.backend) or {}))
 
 
-class IdleEngine(CheckpointEngine):
-    """An engine that sends nothing, and advances the iterator."""
-
-    def __init__(self, **_: Any) -> None: ...
-
-    def prepare(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def build_topology(cls, *_: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        return {}, {}
-
-    def init_process_group(self, **_: Any) -> None: ...
-
-    def finalize(self) -> None: ...
-
-    async def send_weights(self, weights: Iterable[tuple[str, Any]], global_steps: int | None = None) -> None:
-        for _ in weights:
-            pass
-
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
-        return
-        yield
-
-
-class RoseCheckpointEngine(CheckpointEngine):
-    """Publishes weights for the pool, while `own` sends them to replicas of verl's own, if there are any."""
-
-    own: type[CheckpointEngine] = IdleEngine
+class PublishingEngine:
+    """What publishes weights for the pool, before the engine of verl that sends them to replicas of verl's own."""
 
     def __init__(self, bucket_size: int = 0, is_master: bool = False, **settings: Any) -> None:
         known = VerlSettings.read(settings)
-        self._weights = VerlWeights(known) if is_master else None
-        self._own = self.own(bucket_size=bucket_size, is_master=is_master, **known.own)
-        self.wire_format = self._own.wire_format
-        self.prepare, self.init_process_group = self._own.prepare, self._own.init_process_group
-        self.finalize, self.receive_weights = self._own.finalize, self._own.receive_weights
+        super().__init__(bucket_size=bucket_size, is_master=is_master, **known.own)
+        self._rose_weights = VerlWeights(known) if is_master else None
 
-    prepare = init_process_group = finalize = receive_weights = None  # those of `own`
-
-    @classmethod
-    def build_topology(cls, *args: Any) -> Any:
-        return cls.own.build_topology(*args)
-
-    async def send_weights(
-        self, weights: Iterable[tuple[str, Any]], global_steps: int | None = None
-    ) -> dict[str, float]:
+    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, float]:
         """Publish version `global_steps`. If this raises, workers of the pool keep the version before."""
-        if self._weights is None:
-            return await self._own.send_weights(weights, global_steps) or {}
+        own: Any = super()
+        if self._rose_weights is None:
+            return await own.send_weights(weights, global_steps) or {}
         assert global_steps is not None, "verl's trainers number weights"
         passed: queue.Queue[tuple[str, Any] | None] = queue.Queue(1)
 
@@ -94,14 +58,37 @@ class RoseCheckpointEngine(CheckpointEngine):
                 yield name, tensor
 
         with ThreadPoolExecutor(1) as thread:
-            publishing = thread.submit(self._weights.put, global_steps, iter(passed.get, None))
+            publishing = thread.submit(self._rose_weights.publisher.publish, global_steps, iter(passed.get, None))
             try:
-                metrics = await self._own.send_weights(shared(), global_steps) or {}
+                metrics = await own.send_weights(shared(), global_steps) or {}
             finally:
                 passed.put(None)  # after an error the publisher misses tensors, and publishes nothing
             new = publishing.result()
-        await self._weights.announce(new)
+        await self._rose_weights.announce(new)
         return metrics | {"rose/published_mb": new.size_bytes / 1e6, "rose/publish_s": new.seconds.get("total", 0.0)}
+
+
+class IdleEngine(CheckpointEngine):
+    """An engine for no replica: it sends nothing, and advances the iterator."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    @classmethod
+    def build_topology(cls, *_: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        return {}, {}
+
+    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> None:
+        for _ in weights:
+            pass
+
+    def no_part(self, **_: Any) -> dict[str, Any]:
+        return {}
+
+    prepare = init_process_group = receive_weights = finalize = no_part
+
+
+class RoseCheckpointEngine(PublishingEngine, IdleEngine):
+    """The engine of a pool without replicas of verl's own."""
 
 
 class IdleWorker:
@@ -132,8 +119,8 @@ def register() -> None:
     """Register the replica, the engine, and one engine beside each of verl's own that is installed."""
     RolloutReplicaRegistry.register(ROSE, lambda: RoseReplica)
     for name, own in list(CheckpointEngineRegistry._registry.items()):
-        if name not in NOT_STREAMS and not issubclass(own, RoseCheckpointEngine):
-            mixed = type("RoseCheckpointEngine", (RoseCheckpointEngine,), {"own": own})
+        if name not in NOT_STREAMS and not issubclass(own, PublishingEngine):
+            mixed = type("MixedCheckpointEngine", (PublishingEngine, own), {})
             CheckpointEngineRegistry.register(f"{ROSE}_{name}")(mixed)
     CheckpointEngineRegistry.register(ROSE)(RoseCheckpointEngine)
 

@@ -8,26 +8,22 @@ gateway began with) is played again, and then demands the newest version.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import secrets
-import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from rose.adapters.rose_pool import TURN_PATIENCE_S, RosePool, shortage, trainer_token
-from rose.adapters.streamed import StreamedPublisher
+from rose.adapters.rose_pool import TURN_PATIENCE_S, RosePool, trainer_token
+from rose.adapters.turn_watch import TurnWatch
 from rose.api.requests import TurnAnswer
 from rose.api.trajectories import FinishBody
 from rose.client import PATIENCE_S, GatewayClient
 from rose.errors import ConfigError, RoseError, Unavailable
 from rose.weights.publish import PublishedVersion
 
-WATCH_S = 5.0  # between two looks whether the gateway is there, and turns end
-QUIET_S = 30.0  # without an ended turn, after which the log says why
 SEED_BITS = 63  # the most that a seed on the wire may have
 LABEL = re.compile(r"([0-9]{1,10})\.([0-9]{1,10})-[0-9a-f]{8}")
 
@@ -73,9 +69,8 @@ def turn_sampling(asked: Mapping[str, Any], prompt_tokens: int, rollout: Any) ->
     Each call has a seed of its own: the same prompt with the same sampling would be a repeated request.
     """
     params = dict(asked)
-    left = rollout.prompt_length + rollout.response_length - prompt_tokens
-    wanted = params.pop("max_new_tokens", min(rollout.response_length, left))
-    wanted = params.pop("max_tokens", wanted)
+    most = min(rollout.response_length, rollout.prompt_length + rollout.response_length - prompt_tokens)
+    wanted = params.pop("max_tokens", params.pop("max_new_tokens", most))
     if rollout.max_model_len:
         wanted = min(wanted, rollout.max_model_len - prompt_tokens)
     plain = {"ignore_eos": bool(rollout.ignore_eos), "seed": secrets.randbits(SEED_BITS)}
@@ -87,27 +82,25 @@ class VerlTurns:
 
     def __init__(self, settings: VerlSettings) -> None:
         token = trainer_token()
-        self._settings, self._stack, self._is_open = settings, AsyncExitStack(), False
+        self._stack, self._epoch = AsyncExitStack(), -1
         self._client = GatewayClient(settings.gateway, token, patience_s=settings.patience_s)
         self._turns = GatewayClient(settings.gateway, token, patience_s=TURN_PATIENCE_S)
-        self._looking: asyncio.Task[dict[str, Any]] | None = None
-        self._epoch, self._playing, self._is_reported, self._ended_s = -1, 0, False, 0.0
+        self._not_open = [self._client, self._turns]
+        self._watch = TurnWatch(self._client.pool, settings.stale_after_s)
 
     async def play(
         self, session: str, token_ids: Sequence[int], sampling: Mapping[str, Any]
     ) -> tuple[TurnAnswer, list[int]]:
         """Return the answer, and the `global_steps` of its spans. Raises RequestRefused, Unavailable."""
-        if not self._is_open:
-            self._is_open = True
-            for client in (self._client, self._turns):
-                await self._stack.enter_async_context(client)
+        while self._not_open:
+            await self._stack.enter_async_context(self._not_open.pop())
         body: dict[str, Any] = {"token_ids": list(token_ids), "sampling_params": dict(sampling)}
-        answer = await self._watched(self._turns.answer(session, body))
+        answer = await self._watch(self._turns.answer(session, body))
         if not self._is_own(answer):  # or it is the first turn
             newest = (await self._client.pool())["version"] or ""
             self._epoch = epoch_and_step(newest)[0]
             if not self._is_own(answer):
-                answer = await self._watched(self._turns.answer(session, body | {"min_weight_version": newest}))
+                answer = await self._watch(self._turns.answer(session, body | {"min_weight_version": newest}))
             if not self._is_own(answer):
                 hint = "set the backend of verl's checkpoint engine to rose; a gateway has one trainer at a time"
                 raise Unavailable(f"tokens are of version {answer.spans[-1].version}, not of this trainer", hint=hint)
@@ -127,60 +120,23 @@ class VerlTurns:
     def _is_own(self, answer: TurnAnswer) -> bool:
         return self._epoch >= 0 and all(epoch_and_step(span.version)[0] == self._epoch for span in answer.spans)
 
-    async def _watched(self, turn: Awaitable[TurnAnswer]) -> TurnAnswer:
-        """Return what a turn returns. A full pool makes it wait; a gateway that is away makes it fail."""
-        if not self._playing:
-            self._ended_s = time.monotonic()
-        self._playing += 1
-        playing = asyncio.ensure_future(turn)
-        try:
-            while not (await asyncio.wait([playing], timeout=WATCH_S))[0]:
-                await self._check()
-            return playing.result()
-        finally:
-            playing.cancel()
-            self._playing -= 1
-            self._ended_s, self._is_reported = time.monotonic(), False
-
-    async def _check(self) -> None:
-        """Raise Unavailable if the gateway is away or no turn has ended for long. All waiting turns share one look."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._client.pool())
-        status = await asyncio.shield(self._looking)
-        quiet_s = time.monotonic() - self._ended_s
-        if quiet_s > self._settings.stale_after_s:
-            hint = "start workers, or raise stale_after_s if turns take longer"
-            raise Unavailable(f"no turn has ended for {quiet_s:.0f} s: {shortage(status)}", hint=hint)
-        if quiet_s > QUIET_S and not self._is_reported:
-            self._is_reported = True
-            logger.warning("no turn has ended for %.0f s: %s", quiet_s, shortage(status))
-
 
 class VerlWeights:
     """Publishes the weights of rank 0. Raises ConfigError, RequestRefused or Unavailable if there is no such pool."""
 
-    def __init__(self, settings: VerlSettings, **options: Any) -> None:
+    def __init__(self, settings: VerlSettings, *, secret: bytes | None = None) -> None:
         where: dict[str, Any] = {"gateway": settings.gateway, "relay": settings.relay, "run": settings.run}
-        self._pool = pool = RosePool(settings.model, **where, patience_s=settings.patience_s)
-        pool.ask(lambda client: client.pool())
-        self._publisher = StreamedPublisher(pool.folder.path, pool.relay, run=pool.run, **options)
+        self._pool = RosePool(settings.model, **where, secret=secret, patience_s=settings.patience_s)
+        self.publisher = self._pool.publisher()
         self._wait_s = settings.first_wait_s  # only the first version is waited for
-
-    def put(self, step: int, stream: Iterable[tuple[str, Any]]) -> PublishedVersion:
-        """Put a version into the relay. If this raises, workers keep the version before."""
-        return self._publisher.publish(step, stream)
 
     async def announce(self, new: PublishedVersion) -> None:
         """Tell the gateway of a version. Raises Unavailable if workers are there and none loads the first one."""
-        pool, label, wait_s = self._pool, label_of(new), self._wait_s
-        async with pool.client() as client:
-            reply = await client.publish(label, relay=pool.relay, run=pool.run, hash=new.hash, wait_s=wait_s)
+        label, wait_s = label_of(new), self._wait_s
+        async with self._pool.client() as client:
+            reply = await self._pool.announce(client, new, label, wait_s)
         if wait_s and reply.behind and not reply.ready:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in reply.behind.items())
             hint = "see the logs of the workers, or raise first_wait_s"
             raise Unavailable(f"no worker loaded version {label} in {wait_s:g} s: {reasons}", hint=hint)
         self._wait_s = 0.0
-        logger.info("version %s: %s of %d bytes", label, new.kind, new.size_bytes)
-
-    def close(self) -> None:
-        self._publisher.close()

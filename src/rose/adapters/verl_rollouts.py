@@ -9,9 +9,10 @@ session. With replicas of verl's own in the pool, verl's load balancer picks a s
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -28,13 +29,6 @@ from rose.adapters.verl_pool import VerlTurns, turn_sampling
 from rose.errors import ConfigError, Unavailable
 
 _used: ContextVar[set[str] | None] = ContextVar("sessions of the agent loop", default=None)
-
-
-class RoseServer:
-    """The pool in the form of verl's servers: a turn that one of those could not end may continue here."""
-
-    def __init__(self, play: Callable[..., Awaitable[TokenOutput]]) -> None:
-        self.generate, self.remote = self, play
 
 
 class RoseClient(FullyAsyncLLMServerClient):
@@ -58,15 +52,16 @@ class RoseClient(FullyAsyncLLMServerClient):
             return await self._play(request_id, **asked)
         server_id, server = await self._acquire_server(request_id, **asked)
         try:
-            if isinstance(server, RoseServer):
+            if isinstance(server, SimpleNamespace):
                 return await self._play(request_id, **asked)
         finally:
             self._release_server(server_id, request_id=request_id)
         return await super().generate(request_id, **asked)  # the balancer gives it the same server
 
     async def _acquire_server(self, request_id: Any, **asked: Any) -> tuple[str, Any]:
+        """Return a server of verl's own, or the pool in the form of one: verl may continue a turn there."""
         server_id, server = await super()._acquire_server(request_id, **asked)
-        return server_id, RoseServer(self._play) if server is None else server
+        return server_id, server or SimpleNamespace(generate=SimpleNamespace(remote=self._play))
 
     async def _play(
         self, request_id: Any, *, prompt_ids: list[int], sampling_params: Mapping[str, Any], **more: Any

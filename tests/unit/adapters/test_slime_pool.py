@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.unit.adapters.trl_world import FakePool, held
 
-from rose.adapters import slime_pool
+from rose.adapters import slime_pool, turn_watch
 from rose.adapters.slime import version_number
 from rose.adapters.slime_pool import SlimePool
 from rose.api.requests import TurnSampling
@@ -22,7 +20,7 @@ PROMPT = (1, 2, 3)
 @pytest.fixture
 def slime(pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> SlimePool:
     monkeypatch.setattr(slime_pool, "RosePool", lambda model, **where: pool)
-    monkeypatch.setattr(slime_pool, "LOOK_S", 0.02)
+    monkeypatch.setattr(turn_watch, "WATCH_S", 0.02)
     return SlimePool("a-model", gateway="http://nowhere", relay="relay", run="r", patience_s=1.0)
 
 
@@ -34,38 +32,11 @@ def test_every_turn_is_a_trajectory_of_its_own_that_ends(slime: SlimePool, pool:
     assert len(pool.gateway.begun) == len({body.id for body in pool.gateway.begun}) == len(pool.gateway.ended) == 3
 
 
-def test_a_pool_in_which_no_turn_ends_is_an_error_that_says_what_it_lacks(
-    slime: SlimePool, pool: FakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slime_pool, "STALE_AFTER_S", 0.1)
+def test_a_pool_in_which_no_turn_ends_is_an_error_that_says_what_it_lacks(slime: SlimePool, pool: FakePool) -> None:
+    slime._watch._stale_after_s = 0.1
     pool.gateway.pause = held()
-    with pytest.raises(Unavailable, match=r"no turn has ended for 0\.1 s: 3 turns wait at the gateway for w0 is open"):
+    with pytest.raises(Unavailable, match=r"no turn has ended for 0 s: 3 turns wait at the gateway for w0 is open"):
         asyncio.run(slime.turn(PROMPT, TurnSampling()))
-
-
-def test_of_many_turns_that_wait_one_looks_for_all(
-    slime: SlimePool, pool: FakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, looks, plain = asyncio.Event(), list[float](), pool.gateway.pool
-
-    async def wait(name: str) -> None:
-        await gate.wait()
-
-    async def counted() -> dict[str, Any]:
-        looks.append(slime._looked_s)
-        if len(looks) == 3:
-            gate.set()
-        return await plain()
-
-    monkeypatch.setattr(pool.gateway, "pool", counted)
-    pool.gateway.pause = wait
-
-    async def play() -> None:
-        await asyncio.gather(*(slime.turn(PROMPT, TurnSampling(seed=seed)) for seed in range(20)))
-
-    asyncio.run(play())
-    assert len(looks) >= 3
-    assert all(later - earlier >= slime_pool.LOOK_S for earlier, later in itertools.pairwise(looks))
 
 
 @pytest.mark.parametrize("name", ["weight_v1x", "delta", "weight_v" + "9" * 11])

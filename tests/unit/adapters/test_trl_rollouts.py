@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.unit.adapters.trl_world import FakePool, held, settings
 
-from rose.adapters import trl_rollouts
+from rose.adapters import turn_watch
 from rose.adapters.trl import TrlRollouts
 from rose.errors import ConfigError, Unavailable
 from rose.models.tensors import open_tensors
@@ -88,9 +88,9 @@ def test_tokens_of_other_weights_are_refused(pool: FakePool, trainer: Any, monke
 def test_a_pool_that_ends_no_rollout_is_an_error_that_says_what_it_lacks(
     pool: FakePool, trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trl_rollouts, "WATCH_S", 0.01)
+    monkeypatch.setattr(turn_watch, "WATCH_S", 0.01)
     pool.gateway.pause, pool.gateway.workers = held(), ["closed"]
-    with pytest.raises(Unavailable, match=r"no rollout has ended for 0.05 s: 3 turns wait .* w0 is closed"):
+    with pytest.raises(Unavailable, match=r"no turn has ended for 0 s: 3 turns wait .* w0 is closed"):
         TrlRollouts(pool, stale_after_s=0.05)(PROMPTS, trainer)
 
 

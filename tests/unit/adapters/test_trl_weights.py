@@ -45,7 +45,7 @@ def test_the_gateway_is_told_the_hash_and_place_of_each_version(pool, weights, s
     transfer(weights, stream(0.5))
     first, second = pool.gateway.published
     assert first == {"version": f"1-{folder_hash(folder)[:8]}", "relay": pool.relay, "run": "r",
-                     "hash": folder_hash(folder)}  # fmt: skip
+                     "hash": folder_hash(folder), "wait_s": 0.0}  # fmt: skip
     assert second["version"].startswith("2-") and second["hash"] != first["hash"]
     assert pool.numbers[first["version"]] == 1 and pool.numbers[second["version"]] == 2
 

@@ -14,7 +14,7 @@ from tests.unit.adapters.trl_world import SECRET
 from tests.unit.test_client import TURN, Reply, ScriptedGateway, play
 
 from rose import client as client_module
-from rose.adapters import verl_pool
+from rose.adapters import turn_watch
 from rose.adapters.rose_pool import TOKEN
 from rose.adapters.verl_pool import VerlSettings, VerlTurns, VerlWeights, epoch_and_step, label_of, turn_sampling
 from rose.core.versions import VersionId
@@ -31,7 +31,7 @@ OLD, MINE, NEXT = "11.4-0123abcd", "12.5-0123abcd", "12.6-4567cdef"
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "a-token")
     monkeypatch.setattr(client_module, "PAUSE_S", 0.01)
-    monkeypatch.setattr(verl_pool, "WATCH_S", 0.02)
+    monkeypatch.setattr(turn_watch, "WATCH_S", 0.02)
 
 
 def settings(gateway: str = "http://nowhere", **changes: Any) -> VerlSettings:
@@ -188,7 +188,7 @@ class FullPool(ScriptedGateway):
 
 
 def test_turns_wait_for_a_worker_and_a_pool_without_one_is_an_error_at_last(caplog: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(verl_pool, "QUIET_S", 0.05)
+    monkeypatch.setattr(turn_watch, "QUIET_S", 0.05)
 
     async def run(client: Any) -> None:
         turns = VerlTurns(settings(client._url, patience_s=0.1, stale_after_s=0.5))
@@ -249,7 +249,7 @@ def publishing(gateway: Announcements, folder: Path, relay: Path, story: Callabl
             await story(trainer)
         finally:
             for weights in made:
-                weights.close()
+                weights.publisher.close()
 
     play(gateway, run)
 
@@ -260,7 +260,7 @@ def test_the_gateway_is_told_each_version_and_only_the_first_is_waited_for(folde
     async def story(trainer):
         weights = await trainer()
         for step, factor in ((0, 1.0), (3, 0.5)):
-            await weights.announce(weights.put(step, stream(factor)))
+            await weights.announce(weights.publisher.publish(step, stream(factor)))
 
     publishing(gateway, folder, tmp_path, story)
     first, second = gateway.published
@@ -275,12 +275,12 @@ def test_a_trainer_that_dies_before_it_told_the_gateway_leaves_the_version_befor
 
     async def story(trainer):
         weights = await trainer()
-        await weights.announce(weights.put(1, stream()))
-        weights.put(2, stream(0.5))  # and dies here
+        await weights.announce(weights.publisher.publish(1, stream()))
+        weights.publisher.publish(2, stream(0.5))  # and dies here
         successor = await trainer()
-        await successor.announce(successor.put(1, stream(0.25)))
+        await successor.announce(successor.publisher.publish(1, stream(0.25)))
         with pytest.raises(Fenced, match="another trainer has taken over"):
-            weights.put(3, stream())
+            weights.publisher.publish(3, stream())
 
     publishing(gateway, folder, tmp_path, story)
     (first_epoch, first), (later_epoch, later) = (epoch_and_step(found["version"]) for found in gateway.published)
@@ -292,12 +292,12 @@ def test_weights_of_another_model_or_step_are_refused_and_the_next_ones_go_out(f
 
     async def story(trainer):
         weights = await trainer()
-        await weights.announce(weights.put(1, stream()))
+        await weights.announce(weights.publisher.publish(1, stream()))
         with pytest.raises(ModelError, match=r"the trainer's weights are not those of .*, in the folder"):
-            weights.put(2, ((name, value[:-1]) for name, value in stream()))
+            weights.publisher.publish(2, ((name, value[:-1]) for name, value in stream()))
         with pytest.raises(RequestRefused, match="version 1 is not later than 1"):
-            weights.put(1, stream())
-        await weights.announce(weights.put(2, stream(0.5)))
+            weights.publisher.publish(1, stream())
+        await weights.announce(weights.publisher.publish(2, stream(0.5)))
 
     publishing(gateway, folder, tmp_path, story)
     assert [epoch_and_step(found["version"])[1] for found in gateway.published] == [1, 2]
@@ -309,9 +309,9 @@ def test_a_first_version_that_no_worker_loads_is_an_error_with_their_reasons(fol
     async def story(trainer):
         weights = await trainer()
         with pytest.raises(Unavailable, match=r"no worker loaded version .*\.1-.* in 7 s: a: the relay is away"):
-            await weights.announce(weights.put(1, stream()))
+            await weights.announce(weights.publisher.publish(1, stream()))
         gateway.workers = {"ready": [], "behind": {}}  # no worker at all: some may come later
-        await weights.announce(weights.put(2, stream()))
+        await weights.announce(weights.publisher.publish(2, stream()))
 
     publishing(gateway, folder, tmp_path, story)
 

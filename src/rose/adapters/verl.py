@@ -41,7 +41,7 @@ class PublishingEngine:
 
     def __init__(self, bucket_size: int = 0, is_master: bool = False, **settings: Any) -> None:
         known = VerlSettings.read(settings)
-        super().__init__(bucket_size=bucket_size, is_master=is_master, **known.own)
+        super().__init__(bucket_size=bucket_size, is_master=is_master, **known.own)  # type: ignore[call-arg]
         self._rose_weights = VerlWeights(known) if is_master else None
 
     async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, float]:
@@ -77,9 +77,10 @@ class IdleEngine(CheckpointEngine):
     def build_topology(cls, *_: Any) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         return {}, {}
 
-    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> None:
+    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, float]:
         for _ in weights:
             pass
+        return {}
 
     def no_part(self, **_: Any) -> dict[str, Any]:
         return {}

@@ -11,7 +11,6 @@ provider runs them: the model cannot call what it does not know of.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -58,8 +57,6 @@ from rose.openai.responses_api_schemas import (
     StreamedEvent,
 )
 from rose.openai.tools import ParsedCall
-
-Value = TypeVar("Value")
 
 RESPONSES_PATH = "/v1/responses"
 READER = BodyReader(ResponsesBody, IGNORED_RESPONSES)
@@ -118,7 +115,7 @@ def _messages_of(items: Sequence[InputItem]) -> list[ChatMessage]:
                     messages.append(ChatMessage(role="assistant", content=""))
                 messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), _call(item, where)]
             case "function_call_output":
-                content = _parts(_needed(item.output, f"{where}.output"), f"{where}.output")
+                content = _parts(item.output, f"{where}.output")
                 messages.append(ChatMessage(role="tool", content=content, tool_call_id=item.call_id))
             case "reasoning":
                 pass  # of another model: chat templates leave it out of earlier turns
@@ -131,19 +128,23 @@ def _messages_of(items: Sequence[InputItem]) -> list[ChatMessage]:
 
 
 def _message(item: InputItem, where: str) -> ChatMessage:
-    role = _needed(item.role, f"{where}.role")
-    content = _parts(_needed(item.content, f"{where}.content"), f"{where}.content")
-    if role == "assistant" and not isinstance(content, str):
+    if item.role is None:
+        raise _missing(f"{where}.role")
+    content = _parts(item.content, f"{where}.content")
+    if item.role == "assistant" and not isinstance(content, str):
         content = "".join(part.text for part in content)  # as the model generated it
-    return ChatMessage(role=role, content=content)
+    return ChatMessage(role=item.role, content=content)
 
 
 def _call(item: InputItem, where: str) -> CalledTool:
-    name = _needed(item.name, f"{where}.name")
-    return CalledTool(CalledFunction(name, item.arguments or ""), id=item.call_id)
+    if item.name is None:
+        raise _missing(f"{where}.name")
+    return CalledTool(CalledFunction(item.name, item.arguments or ""), id=item.call_id)
 
 
-def _parts(content: Content, where: str) -> str | list[TextPart]:
+def _parts(content: Content | None, where: str) -> str | list[TextPart]:
+    if content is None:
+        raise _missing(where)
     if isinstance(content, str):
         return content
     texts = []
@@ -156,14 +157,14 @@ def _parts(content: Content, where: str) -> str | list[TextPart]:
     return texts
 
 
-def _needed(value: Value | None, where: str) -> Value:
-    if value is None:
-        raise bad_request(f"`{where}` is missing", param=where)
-    return value
-
-
 def _tool(tool: OfferedTool, number: int) -> Tool:
-    return Tool(Function(_needed(tool.name, f"tools[{number}].name"), tool.description, tool.parameters))
+    if tool.name is None:
+        raise _missing(f"tools[{number}].name")
+    return Tool(Function(tool.name, tool.description, tool.parameters))
+
+
+def _missing(where: str) -> Failure:
+    return bad_request(f"`{where}` is missing", param=where)
 
 
 class ItemEvents(NamedEvents):

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import openai
+import pytest
 from tests.integration.parrot import ParrotEngine, told
 from tests.unit.rollout_world import TOKENS, World, tell
 
@@ -77,3 +78,18 @@ def test_a_response_that_no_worker_gives_is_503(folder: ModelFolder) -> None:
         assert status == 503 and reply["error"]["message"]
 
     tell(folder, story, wait_s=0.2)
+
+
+def test_the_official_client_raises_an_error_that_comes_in_a_stream(folder: ModelFolder) -> None:
+    async def story(found: World) -> None:
+        await found.worker("a", step_s=0.005)
+        wanted: Any = {"model": found.gateway.context.model_name, "input": "x", "max_output_tokens": 3000}
+        async with openai.AsyncOpenAI(base_url=f"{found.url}/v1", api_key=TOKENS.agent, max_retries=0) as client:
+            stream = await client.responses.create(**wanted, stream=True, extra_body={"ignore_eos": True})
+            kinds = [(await anext(stream)).type for _ in range(5)]
+            await found.stop("a")
+            with pytest.raises(openai.APIError, match="no worker"):
+                _ = [event async for event in stream]
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+
+    tell(folder, story, wait_s=0.3)

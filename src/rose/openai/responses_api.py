@@ -255,13 +255,13 @@ class ItemRenderer(ConversationRenderer):
         status: ItemStatus = "incomplete" if is_cut(choice) else "completed"
         output: list[OutputItem] = []
         if text or not calls:
-            output.append(OutputMessage(self._message_id, status, (OutputText(text),)))
+            output.append(OutputMessage(self._message_id, status, [OutputText(text)]))
         for call in calls:
             whole = self.call_of(choice, call)
             item_id = whole.id.replace("call_", "fc_", 1)
             output.append(OutputCall(item_id, whole.id, call.name, whole.function.arguments, "completed"))
         response = self._response()
-        response.status, response.output, response.usage = status, tuple(output), _usage_of(choice)
+        response.status, response.output, response.usage = status, output, _usage_of(choice)
         response.incomplete_details = IncompleteDetails() if status == "incomplete" else None
         response.rose = self.placement_of([choice])
         return response

@@ -115,10 +115,13 @@ IGNORED_RESPONSES: IgnoredParameters = {
 }
 
 
+NoItems = Annotated[list[None], Meta(max_length=0)]  # of lists that clients read and that are always empty here
+
+
 class OutputText(msgspec.Struct, tag="output_text"):
     text: str
-    annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
+    annotations: NoItems = msgspec.field(default_factory=list)
+    logprobs: NoItems = msgspec.field(default_factory=list)
 
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -127,7 +130,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 class OutputMessage(msgspec.Struct, tag="message"):
     id: str
     status: ItemStatus
-    content: tuple[OutputText, ...] = ()
+    content: list[OutputText] = msgspec.field(default_factory=list)
     role: Literal["assistant"] = "assistant"
 
 
@@ -178,7 +181,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     model: str
-    output: tuple[OutputItem, ...] = ()
+    output: list[OutputItem] = msgspec.field(default_factory=list)
     usage: ResponseUsage | None = None
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
@@ -187,7 +190,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
-    tools: tuple[()] = ()
+    tools: NoItems = msgspec.field(default_factory=list)
     store: bool = False
     rose: PlacementInfo | UnsetType = UNSET
 
@@ -237,12 +240,12 @@ class ContentPartDone(PartEvent, tag="response.content_part.done", kw_only=True)
 
 class OutputTextDelta(PartEvent, tag="response.output_text.delta", kw_only=True):
     delta: str
-    logprobs: tuple[()] = ()
+    logprobs: NoItems = msgspec.field(default_factory=list)
 
 
 class OutputTextDone(PartEvent, tag="response.output_text.done", kw_only=True):
     text: str
-    logprobs: tuple[()] = ()
+    logprobs: NoItems = msgspec.field(default_factory=list)
 
 
 class ArgumentsDelta(ItemEvent, tag="response.function_call_arguments.delta", kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -14,6 +15,7 @@ from rose.openai.openapi import HttpRoute
 
 def test_the_document_names_every_route_and_every_parameter() -> None:
     document = document_of("some-model")
+    assert json.loads(json.dumps(document)) == document, "clients get what this process has"
     assert set(document["paths"]) == {route.path for route in ROUTES}
     schemas = document["components"]["schemas"]
     for reader in READERS.values():

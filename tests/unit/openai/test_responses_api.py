@@ -208,7 +208,7 @@ def test_a_stream_makes_the_output_of_the_whole_answer(folder: ModelFolder, word
         whole = msgspec.to_builtins(renderer.whole([choice]))
         first, second, *events, last = events_of(renderer, choice)
         assert (first["type"], second["type"]) == ("response.created", "response.in_progress")
-        assert (first["response"]["status"], first["response"]["output"]) == ("in_progress", ())
+        assert (first["response"]["status"], first["response"]["output"]) == ("in_progress", [])
         assert last == {"type": "response.completed", "response": whole, "sequence_number": 0}
         made = [{"content": []} | item | {"content": list(item.get("content", ()))} for item in whole["output"]]
         assert assembled(events) == made

@@ -183,7 +183,8 @@ class StubScheduler:
     def __init__(self, *, is_async: bool = False, is_chunked: bool = True, blocks: int = 101, plan: Any = None) -> None:
         self.scheduler_config = SimpleNamespace(async_scheduling=is_async, enable_chunked_prefill=is_chunked)
         model = SimpleNamespace(served_model_name="served", model="model")
-        self.vllm_config = SimpleNamespace(model_config=model)
+        parallel = SimpleNamespace(data_parallel_index=0, data_parallel_size=1)
+        self.vllm_config = SimpleNamespace(model_config=model, parallel_config=parallel)
         tensors = [SimpleNamespace(size=blocks * BLOCK_BYTES, offset=0)] * 2  # two layers share an allocation
         self.kv_cache_config = SimpleNamespace(num_blocks=blocks, kv_cache_tensors=tensors)
         self.is_pooled = plan is not None

@@ -78,9 +78,14 @@ class PooledPair(Pair):
         return len(mapped_pages(self.serving.process.pid))
 
 
-def mapped_pages(group: int) -> set[int]:
-    """Return the pages of a memfd that the processes of a group can touch, as the kernel tells it."""
-    pages: set[int] = set()
+def mapped_pages(group: int) -> set[tuple[int, int]]:
+    """Return the pages that the processes of a group can touch, each with the pool that it is of."""
+    return set().union(*processes_of(group).values())
+
+
+def processes_of(group: int) -> dict[int, set[tuple[int, int]]]:
+    """Return the pages of every process of a group, as the kernel tells it. A pool is a memfd."""
+    found: dict[int, set[tuple[int, int]]] = {}
     for path in Path("/proc").iterdir():
         if not path.name.isdigit():
             continue
@@ -90,13 +95,14 @@ def mapped_pages(group: int) -> set[int]:
             lines = (path / "maps").read_text().splitlines()
         except OSError:
             continue
+        pages = found[int(path.name)] = set()
         for line in lines:
             parts = line.split(maxsplit=5)
             if len(parts) == 6 and "memfd:rose" in parts[5] and parts[1].startswith("r"):
                 begin, end = (int(address, 16) for address in parts[0].split("-"))
-                first = int(parts[2], 16) >> 21
-                pages.update(range(first, first + (end - begin >> 21)))
-    return pages
+                first, pool = int(parts[2], 16) >> 21, int(parts[4])
+                pages.update((pool, page) for page in range(first, first + (end - begin >> 21)))
+    return found
 
 
 @pytest.fixture(scope="module")

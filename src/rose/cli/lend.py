@@ -51,6 +51,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the status as JSON")
     group = parser.add_argument_group("with vllm or sglang")
     group.add_argument("--serving-url", metavar="URL", help="the running server; without: a dedicated worker")
+    what = "which engine of a server with data parallelism; its devices are given by --device"
+    group.add_argument("--serving-replica", type=int, default=None, metavar="N", help=what)
     group.add_argument("--rollout-model", type=Path, metavar="FOLDER", help="folder of the model in training")
     what = "serving's device: cpu:0, cpu:0-3, cuda:0, cuda:0-3 (default cpu:0)"
     group.add_argument("--device", default="cpu:0", help=what)
@@ -235,7 +237,8 @@ def _lend_beside(arguments: argparse.Namespace) -> int:
         tensor_parallel=arguments.tensor_parallel,
     )
     kv: KvChoice = "static" if arguments.action == "sglang" else arguments.kv
-    lending = VllmLending(engine, arguments.serving_url or "", terms.chosen_mode, terms.budgets, compute_share, kv)
+    serving, replica = arguments.serving_url or "", arguments.serving_replica
+    lending = VllmLending(engine, serving, terms.chosen_mode, terms.budgets, compute_share, kv, replica)
     labels = labels_of(arguments.label)
     work = lend(lending, arguments.gateway, arguments.worker_name, arguments.owner_port, client_type, labels)
     return asyncio.run(work)

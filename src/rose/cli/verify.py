@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--serving", default="", metavar="MODEL", help="folder of the serving model, or a preset (a small preset)")
     add("--rollout", default="", metavar="MODEL", help="folder of the rollout model, or a preset (the same)")
     add("--out", type=Path, default=OUT, metavar="FOLDER", help="where results and the report go (rose-verify)")
-    add("--device", default="cuda:0", help="cuda:0, or cpu:0 to try the kit itself (cuda:0)")
+    add("--device", default="cuda:0", help="cuda:0, cuda:0-1 for tensor parallelism, or cpu:0 to try the kit itself")
     add("--dry-run", action="store_true", help="list the steps with what they need and how long they take; run none")
     add("--only", action="append", default=[], metavar="STEP", help="run this step only, again if it was run")
     add("--resume", action="store_true", help="go on where a kit in the same folder stopped")

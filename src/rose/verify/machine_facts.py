@@ -20,6 +20,7 @@ from pathlib import Path
 from rose.device.kv_pool.cuda_driver import LIBRARY, LIBRARY_VARIABLE, CudaDriver
 from rose.errors import RoseError
 from rose.verify.kit_results import KitSettings
+from rose.vllm.engine_process import RolloutEngineSettings
 
 TOOL_S_MAX = 20.0  # nvidia-smi takes seconds where the driver has to wake up
 VERSIONS_S_MAX = 120.0  # importing torch from a cold disk
@@ -97,7 +98,8 @@ def driver_trouble(index: int) -> str:
 
 
 def gpu_index(settings: KitSettings) -> int:
-    return int(settings.device.removeprefix("cuda:"))
+    """Return the number of the GPU, or of the first one of a group."""
+    return RolloutEngineSettings(Path(), settings.device).numbers[0]
 
 
 def driver_version() -> str:

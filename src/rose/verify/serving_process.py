@@ -76,6 +76,7 @@ def serving_command(settings: KitSettings, model: Path, port: int, scheduler: st
         }
     else:
         flags["--gpu-memory-utilization"] = GPU_SHARE
+        flags["--tensor-parallel-size"] = str(RolloutEngineSettings(Path(), settings.device).ranks)
     switches = ["--disable-uvicorn-access-log", *(["--enforce-eager", "--no-enable-chunked-prefill"] if is_cpu else [])]
     return [settings.vllm_python, "-m", MODULE, *(word for pair in flags.items() for word in pair), *switches]
 
@@ -85,7 +86,7 @@ def device_environment(settings: KitSettings) -> dict[str, str]:
     if settings.is_cpu:
         cores = RolloutEngineSettings(Path(), settings.device).cores
         return {"OMP_NUM_THREADS": str(len(cores)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return {"CUDA_VISIBLE_DEVICES": settings.device.removeprefix("cuda:")}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, RolloutEngineSettings(Path(), settings.device).numbers))}
 
 
 class ServingProcess:

@@ -101,24 +101,35 @@ def port_of(serving_url: str) -> int:
     return parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def find_segment(serving_url: str) -> Path:
-    """Return the segment of the server at this address. Raises Unavailable or, without a segment, ConfigError."""
+def find_segment(serving_url: str, replica: int | None = None) -> Path:
+    """Return the segment of the server at this address, or of one of its replicas.
+
+    Raises Unavailable or, without a segment, ConfigError.
+    """
     port = port_of(serving_url)
     sockets = _listening(port)
     if not sockets:
         raise Unavailable(f"no server listens at port {port} of this machine", hint="is the serving engine up?")
-    paths = [
-        path
+    engines = [
+        (path, header)
         for path, header in live_segments()
         if any(_holds(process_id, sockets) for process_id in _with_parents(header.process_id))
     ]
-    if len(paths) == 1:
-        return paths[0]
-    if paths:
+    chosen = [(path, header) for path, header in engines if replica in (None, header.replica)]
+    if len(chosen) == 1:
+        path, header = chosen[0]
+        if header.is_lockstep:
+            raise ConfigError(
+                f"the replicas of the server at {serving_url} share every step, so each would wait for rollouts of all",
+                hint="a mixture of experts can be lent without data parallelism",
+            )
+        return path
+    if engines:
+        numbers = ", ".join(str(header.replica) for _, header in engines)
         raise ConfigError(
-            f"the server at {serving_url} has {len(paths)} engines, and the status of one says nothing of the "
+            f"the server at {serving_url} has {len(engines)} engines, and the status of one says nothing of the "
             "devices of the others",
-            hint="instead of data parallelism start a server of its own for every device, and lend each",
+            hint=f"lend each by an agent of its own, with its devices and --serving-replica, one of: {numbers}",
         )
     raise ConfigError(
         f"the server at {serving_url} publishes no status segment, so it cannot be lent safely",

@@ -148,7 +148,7 @@ def _publish_pages(writer: StatusWriter, memory: ServingMemory) -> None:
 
 def _header_of(scheduler: Any) -> SegmentHeader:
     config, model = scheduler.kv_cache_config, scheduler.vllm_config.model_config
-    plan = plan_of(config)
+    plan, parallel = plan_of(config), scheduler.vllm_config.parallel_config
     return own_header(
         f"vllm {vllm.__version__}",
         str(model.served_model_name or model.model),
@@ -158,6 +158,8 @@ def _header_of(scheduler: Any) -> SegmentHeader:
         block_bytes=kv_block_bytes(config),
         block_tokens=scheduler.block_size,
         pool=_pool_of(plan) if plan is not None else ("", 0, 0, 0, 0, 0),
+        # Replicas of a dense model know no other one; those of a mixture of experts share every step.
+        replica=(parallel.data_parallel_index, parallel.data_parallel_size > 1),
     )
 
 

@@ -89,6 +89,8 @@ class SegmentHeader(msgspec.Struct, frozen=True):
     group_pages: Count = 0
     group_blocks: Count = 0
     pool_ranks: Count = 0  # every rank has a pool of this size
+    replica: Count = 0  # of the engines behind one port (data parallelism)
+    is_lockstep: bool = False  # a step of this replica waits for those of the others
     layout: Count = LAYOUT
 
 
@@ -102,13 +104,17 @@ def own_header(
     block_bytes: int,
     block_tokens: int,
     pool: tuple[str, int, int, int, int, int] = ("", 0, 0, 0, 0, 0),
+    replica: tuple[int, bool] = (0, False),
 ) -> SegmentHeader:
-    """Return the header of this process's segment; `pool` has the fields about its KV pool in order."""
+    """Return the header of this process's segment.
+
+    `pool` has the fields about its KV pool in order, `replica` those about data parallelism.
+    """
     process_id = os.getpid()
     started = started_ticks(process_id)
     assert started is not None
     sizes = (step_tokens, sequences, kv_blocks, block_bytes, block_tokens)
-    return SegmentHeader(process_id, started, secrets.token_hex(8), engine, model, *sizes, *pool)
+    return SegmentHeader(process_id, started, secrets.token_hex(8), engine, model, *sizes, *pool, *replica)
 
 
 def started_ticks(process_id: int) -> int | None:

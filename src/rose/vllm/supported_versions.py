@@ -18,6 +18,11 @@ WRITTEN_FOR = ", ".join(f"{version}.x" for version in SUPPORTED)
 
 # `Class.name` is a method, field or attribute of a class of the module; other names are the module's own.
 PRIVATE_NAMES = {
+    "config/parallel.py": (
+        "ParallelConfig.data_parallel_index",
+        "ParallelConfig.data_parallel_size",
+        "ParallelConfig.pipeline_parallel_size",
+    ),
     "v1/core/block_pool.py": (
         "BlockPool.num_gpu_blocks",
         "BlockPool.blocks",

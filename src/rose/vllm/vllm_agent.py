@@ -65,6 +65,7 @@ class VllmLending:
     budgets: Budgets = field(default_factory=lambda: Budgets(0.5, 0.15, answer_s=60.0))
     compute_share: float = 1.0  # of the device's time, until the operator limits it
     kv: KvChoice = "auto"  # memory from serving's pool, of the engine's own, or from the pool if there is one
+    replica: int | None = None  # which engine of a server with data parallelism
 
     def terms(self, segment: Path) -> Terms:
         return Terms(str(segment), self.mode, **dataclasses.asdict(self.budgets))
@@ -102,7 +103,7 @@ class VllmEngineClient:
     async def start(self) -> None:
         """Start the engine. Raises what is wrong with the serving engine or the rollout engine."""
         if self.lending.serving_url:
-            self._segment = find_segment(self.lending.serving_url)
+            self._segment = find_segment(self.lending.serving_url, self.lending.replica)
         await self._start_engine()
         self._keeper = asyncio.create_task(self._keep())
         self._keeper.add_done_callback(self._on_keeper_ended)
@@ -452,7 +453,7 @@ class VllmEngineClient:
             return
         before = self._no_segment
         try:
-            self._segment, self._no_segment = find_segment(self.lending.serving_url), ""
+            self._segment, self._no_segment = find_segment(self.lending.serving_url, self.lending.replica), ""
         except RoseError as error:
             self._segment, self._no_segment = None, error.what
         if self._no_segment != before:
@@ -479,7 +480,8 @@ def _lock_devices(lending: VllmLending) -> ExitStack:
     """Lock server, cores and GPU: two agents would lend the same slack. Raises ConfigError."""
     names = {part: part.replace(":", "-") for part in lending.engine.parts}
     if lending.serving_url:
-        names[lending.serving_url] = str(port_of(lending.serving_url))
+        replica = "" if lending.replica is None else f"-{lending.replica}"
+        names[lending.serving_url] = f"{port_of(lending.serving_url)}{replica}"
     with ExitStack() as locks:
         for what, name in names.items():
             descriptor = os.open(own_folder() / f"{name}.lent", os.O_RDWR | os.O_CREAT, 0o600)

@@ -9,9 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from rose.errors import Unavailable
 from rose.verify.kit_results import KitSettings
+from rose.verify.machine_facts import gpu_index
 from rose.verify.serving_process import ServingProcess, device_environment, scheduler_for, serving_command
 
 GPU, CPU = KitSettings(device="cuda:1", vllm_python="python"), KitSettings(device="cpu:0-1", vllm_python="python")
@@ -25,7 +27,14 @@ def flags(settings: KitSettings) -> dict[str, str]:
 def test_on_a_gpu_scheduling_is_asynchronous_and_memory_is_left():
     assert flags(GPU)["--scheduler-cls"] == "rose.vllm.AsyncServingScheduler"
     assert float(flags(GPU)["--gpu-memory-utilization"]) <= 0.6 and "--dtype" not in flags(GPU)
-    assert device_environment(GPU) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert device_environment(GPU) == {"CUDA_VISIBLE_DEVICES": "1"} and flags(GPU)["--tensor-parallel-size"] == "1"
+
+
+def test_a_group_of_gpus_serves_with_tensor_parallelism():
+    group = replace(GPU, device="cuda:2-3")
+    assert flags(group)["--tensor-parallel-size"] == "2"
+    assert device_environment(group) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert gpu_index(group) == 2
 
 
 def test_on_a_cpu_scheduling_is_synchronous_and_prompts_are_computed_whole():

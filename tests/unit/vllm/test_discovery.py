@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.unit.vllm.test_status_segment import header
 
 from rose.errors import ConfigError, Unavailable
@@ -105,6 +106,23 @@ def test_a_server_of_several_engines_is_refused(tmp_path: Path, monkeypatch: pyt
             SegmentWriter(path, header())
         with pytest.raises(ConfigError, match="2 engines"):
             discovery.find_segment(f"http://127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_a_replica_of_a_server_is_found_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(discovery.FOLDER_VARIABLE, str(tmp_path))
+    first = discovery.new_segment_path()
+    second, third = first.with_stem(f"{first.stem}0"), first.with_stem(f"{first.stem}1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        SegmentWriter(first, header())
+        SegmentWriter(second, replace(header(), replica=1))
+        SegmentWriter(third, replace(header(), replica=2, is_lockstep=True))
+        assert discovery.find_segment(url, 1) == second
+        with pytest.raises(ConfigError) as refused:
+            discovery.find_segment(url, 3)
+        assert refused.value.hint is not None and "0, 1, 2" in refused.value.hint
+        with pytest.raises(ConfigError, match="share every step"):
+            discovery.find_segment(url, 2)
 
 
 @pytest.mark.parametrize("url, port", [("http://a:8000/v1", 8000), ("http://a", 80), ("https://a", 443)])

@@ -142,7 +142,7 @@ def test_an_error_of_a_subscriber_does_not_end_the_renewal(tmp_path: Path, monke
 
 def test_a_segment_whose_process_id_was_reused_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other = tmp_path / f"{os.getpid()}.board", tmp_path / "other.board"
-    monkeypatch.setattr(vllm_agent, "find_segment", lambda url: other)
+    monkeypatch.setattr(vllm_agent, "find_segment", lambda url, replica: other)
 
     def check(client: VllmEngineClient) -> None:
         client._segment = path

@@ -32,11 +32,11 @@ def burst_prompt(number: int) -> list[int]:
     return [(11 * number + 5 * place) % 200 + 5 for place in range(PROMPT_TOKENS)]
 
 
-async def burst(serving: ServingEngine, first: int = 0) -> list[tuple[list[int], list[float]]]:
+async def burst(
+    serving: ServingEngine, first: int = 0, tokens: int = ANSWER_TOKENS
+) -> list[tuple[list[int], list[float]]]:
     """Ask for half of the pool at once."""
-    return await asyncio.gather(
-        *(serving.answer(burst_prompt(first + number), ANSWER_TOKENS) for number in range(BURST))
-    )
+    return await asyncio.gather(*(serving.answer(burst_prompt(first + number), tokens) for number in range(BURST)))
 
 
 def check_same(answers: list[tuple[list[int], list[float]]], expected: list[tuple[list[int], list[float]]]) -> None:

@@ -3,10 +3,10 @@
 The weight-transfer engine `rose` does nothing until it is requested by name. Only rollout engines, which the agent
 starts with a variable set, get more: CPU weights are kept as they are loaded, because vLLM packs them for its kernels,
 and packed weights cannot be patched. Process groups of one share a Gloo device, because vLLM makes a dozen groups, each
-with a thread that wakes up a hundred times a second. On a CPU the worker processes of several ranks sleep between
-steps, where vLLM's spin for a second on the cores that serve. An exception here would end vLLM. So with an unsupported
-version it logs one line and goes on without ROSE; only a rollout engine, which could not get weights then, does not
-start.
+with a thread that wakes up a hundred times a second. On a CPU the worker processes of several ranks sleep where vLLM's
+spin on the cores that serve: between steps, and while a rank waits for another one. An exception here would end vLLM.
+So with an unsupported version it logs one line and goes on without ROSE; only a rollout engine, which could not get
+weights then, does not start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def register() -> None:
         if is_rollout:
             _keep_weights_unpacked()
             _share_gloo_device()
-            _let_readers_sleep()
+            _let_ranks_sleep()
         if pool:
             from rose.vllm.kv_allocation import install
 
@@ -80,10 +80,16 @@ def _share_gloo_device() -> None:
     distributed_c10d.ProcessGroupGloo = Sharing
 
 
-def _let_readers_sleep() -> None:
-    """Let worker processes on a CPU wait for a message without spinning: vLLM spins for a second after every one."""
+def _let_ranks_sleep() -> None:
+    """Let the ranks of an engine on a CPU wait for messages and for each other without spinning.
+
+    vLLM spins for a second after every message, and in its sums over shared memory until every rank has come. Gloo,
+    which it has for ranks that share no memory, sleeps, and fails at once when a rank has died.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         SpinCondition.record_read = lambda condition: None
+        CpuCommunicator._all_group_ranks_share_shm_group_name = lambda communicator: False

@@ -128,6 +128,7 @@ PRIVATE_NAMES = {
     "v1/worker/utils.py": ("allocate_kv_cache", "torch"),
     "v1/worker/gpu_model_runner.py": ("allocate_kv_cache", "GPUModelRunner.kv_caches"),
     "v1/worker/gpu/attn_utils.py": ("allocate_kv_cache",),
+    "distributed/device_communicators/cpu_communicator.py": ("CpuCommunicator._all_group_ranks_share_shm_group_name",),
     "distributed/device_communicators/shm_broadcast.py": ("SpinCondition.record_read",),
     "model_executor/layers/utils.py": ("dispatch_cpu_unquantized_gemm", "torch"),
     "distributed/weight_transfer/factory.py": (

@@ -55,12 +55,14 @@ class Vllm:
         self.linear = SimpleNamespace(dispatch_cpu_unquantized_gemm="vLLM's own")
         self.groups: Any = module("torch.distributed.distributed_c10d", ProcessGroupGloo=type("Gloo", (), {}))
         self.spinning = type("SpinCondition", (), {"record_read": vars})
+        self.summing: Any = type("CpuCommunicator", (), {"_all_group_ranks_share_shm_group_name": lambda self: True})
         self.plain = (self.linear.dispatch_cpu_unquantized_gemm, self.groups.ProcessGroupGloo)
         for name, content in {
             FACTORY: {"WeightTransferEngineFactory": factory},
             "vllm.model_executor.layers": {"utils": self.linear},
             "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
             "vllm.distributed.device_communicators.shm_broadcast": {"SpinCondition": self.spinning},
+            "vllm.distributed.device_communicators.cpu_communicator": {"CpuCommunicator": self.summing},
         }.items():
             patch.setitem(sys.modules, name, module(name, **content))
         patch.setitem(sys.modules, self.groups.__name__, self.groups)
@@ -87,10 +89,10 @@ def test_a_serving_engine_gets_only_the_weight_transfer_engine(monkeypatch: pyte
         plugin.register()
     assert vllm.registry == {"rose": ("rose.vllm.vllm_weights", "RoseWeights")}
     assert vllm.now == vllm.plain
-    assert vllm.spinning.record_read is vars
+    assert vllm.spinning.record_read is vars and vllm.summing()._all_group_ranks_share_shm_group_name()
 
 
-def test_the_readers_of_a_rollout_engine_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_rollout_engine_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(plugin.ROLLOUT_VARIABLE, "1")
     vllm = Vllm(monkeypatch)
     plugin.register()
@@ -98,6 +100,7 @@ def test_the_readers_of_a_rollout_engine_do_not_spin(monkeypatch: pytest.MonkeyP
     condition.last_read = 1.0
     condition.record_read()
     assert condition.last_read == 1.0, "vLLM spins for a second after it"
+    assert not vllm.summing()._all_group_ranks_share_shm_group_name(), "sums in shared memory spin"
 
 
 def test_a_rollout_engine_keeps_its_weights_and_shares_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

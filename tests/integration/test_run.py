@@ -21,6 +21,7 @@ from tests.integration.running import Run, kill, processes_of
 from rose.cli.main import main
 from rose.gateway.auth import VARIABLES
 from rose.private_files import is_secret
+from rose.run.chargeback import bill_of_folder
 from rose.run.past_runs import read_run
 from rose.train.recipes import Recipe
 from rose.train.warmstart import make_warm_start
@@ -67,6 +68,9 @@ def test_two_steps_end_to_end(tmp_path, model, runs):
     check_weights(run, {"borrowed", "dedicated"})
     assert {cycle["name"] for cycle in run.metrics("allocation")} == {"borrowed"}
     assert run.metrics("allocation")[-1]["usable_s"] is not None
+    lent = run.metrics("lent")[-1]
+    assert lent["lender"] == "borrowed" and lent["counts"]["tokens"] > 0 and lent["counts"]["milliseconds"] > 0
+    assert bill_of_folder("run", run.folder).lent_tokens == lent["counts"]["tokens"]
     assert run.processes() == {}
 
 

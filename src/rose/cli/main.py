@@ -37,7 +37,7 @@ COMMANDS = {
     "play": "watch the model of a run play one game, move by move",
     "verify": "check on one GPU what ROSE promises, and write a report to share",
     "plan": "say what lending would give on your fleet, from a traffic trace",
-    "profile": "record the step profile of a running lent device, for `rose plan` and `rose sim`",
+    "profile": "record step profiles beside a running lent device",
     "sim": "simulate a rollout cluster with faults, and check its invariants",
 }
 REPLACED = {"demo": "rose serve --demo"}  # former command -> the new one; for one release

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from rose.core.slo import Budgets
-from rose.engines.profiles import load_profile
+from rose.engines.profiles import SPREAD_PLACES, StepSpread, load_profile
 from rose.sim.lent_timeline import BIN_S, LentTimeline, SaturatedDevice, saturated_requests_per_s
 from rose.sim.shapes import Arrival
 
@@ -56,3 +57,14 @@ def test_an_idle_device_lends_and_a_busy_one_keeps_its_budgets() -> None:
 def test_saturated_throughput_falls_with_longer_prompts() -> None:
     short, long = ([Arrival(0.0, tokens, 20) for _ in range(50)] for tokens in (100, 4000))
     assert saturated_requests_per_s(SERVING, BUDGETS, short) > 2 * saturated_requests_per_s(SERVING, BUDGETS, long) > 0
+
+
+def test_steps_scatter_as_a_recorded_profile_says() -> None:
+    slow = replace(SERVING, spread=(StepSpread(0.0, (3.0,) * len(SPREAD_PLACES)),))
+    arrivals = [Arrival(0.2 * number, 500, 20) for number in range(15)]
+    ends_s = []
+    for serving in (SERVING, slow):
+        alone = SaturatedDevice(serving, ROLLOUT, BUDGETS, arrivals, 4.0, 0, lends=False)
+        alone.run()
+        ends_s.append(sum(one.last_token_s - one.arrival.at_s for one in alone.served))
+    assert ends_s[1] > 2.5 * ends_s[0]

@@ -44,7 +44,7 @@ GROUP, GROUPS, LIKENESS = 16, 16, 0.5
 SHRUNK_BY = 4  # 2 dedicated and 4 borrowed workers: as many trajectories per worker as at full size
 LENT_LOAD = 0.2  # of serving's capacity, on the devices that the router uses
 LOADS = (0.2, 0.3)  # for the admission; serving alone keeps nearly all budgets at the first, and not at the second
-SPAN_S = 180.0
+SPAN_S = 120.0
 FRESH = 7919  # seeds that nothing was chosen on begin here
 HALF, DOUBLE, OFF = "x0.5", "x2", "off"
 Change = contextlib.AbstractContextManager[Any]
@@ -247,11 +247,11 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=os.environ.get("ROSE_DATA"), metavar="FOLDER")
     arguments = parser.parse_args()
     folder = Path(arguments.data) if arguments.data else None
-    seeds = [FRESH + arguments.seed + number for number in range(2 if arguments.quick else 5)]
+    seeds = [FRESH + arguments.seed + number for number in range(2 if arguments.quick else 3)]
     begun = harness.machine()
     rows = batch_rows("router", ROUTER_KNOBS, seeds, folder)
     rows += batch_rows("lengths", LENGTH_KNOBS, seeds, folder)
-    rows += admission_rows(seeds[:2] if arguments.quick else seeds, folder)
+    rows += admission_rows(seeds, folder)
     for table, figures in (("router", ("completion",)), ("lengths", ("completion",)),
                            ("admission", ("lent_points", "kept_points"))):  # fmt: skip
         ends = [name for figure in figures for name in (figure, f"{figure}_low", f"{figure}_high")]

@@ -32,10 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import msgspec
-
     from rose.cli.lend import address_and_token, owner_request
-    from rose.engines.recorded_steps import RecordedSteps, profile_of
+    from rose.engines.recorded_steps import profile_of, steps_of
 
     paths = [path for path in (arguments.record, arguments.rollout_record) if path is not None]
     for path in paths:
@@ -45,11 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.seconds:g} seconds cannot be waited", hint=f"give 0 to {SECONDS_MAX:g}")
     url, token = address_and_token(arguments.url)
     time.sleep(arguments.seconds)
-    try:
-        steps = msgspec.convert(owner_request(url, token, "/rose/steps"), RecordedSteps)
-    except msgspec.ValidationError as error:
-        hint = "use its version of ROSE"
-        raise ConfigError(f"the device at {url} records other steps: {error}", hint=hint) from error
+    steps = steps_of(owner_request(url, token, "/rose/steps"))
     for path, side in zip(paths, (steps.serving, steps.rollout), strict=False):
         _write(path, profile_of(side, path.stem, f"the {side.side} engine at {url} on {machine_text()}"))
     files = f"--profile {paths[0]}" + (f" --rollout-profile {paths[1]}" if len(paths) > 1 else "")

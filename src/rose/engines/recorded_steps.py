@@ -51,6 +51,14 @@ class RecordedSteps(msgspec.Struct, frozen=True):
     rollout: RecordedSide
 
 
+def steps_of(tree: object) -> RecordedSteps:
+    """Return the steps that a device answered with. Raises ConfigError for anything else."""
+    try:
+        return msgspec.convert(tree, RecordedSteps)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the device records other steps: {error}", hint="use its version of ROSE") from error
+
+
 def rows_of(samples: Sequence[Sample]) -> tuple[StepRow, ...]:
     return tuple(
         (f.new_tokens, f.kv_read_tokens, f.new_by_context, f.sequences, seconds)

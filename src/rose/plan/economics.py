@@ -30,7 +30,7 @@ from rose.cost.frontier import (
 from rose.plan.fleet import Fleet
 from rose.plan.job import RlJob
 from rose.plan.traffic import DAY_S, FleetTraffic
-from rose.plan.windows import COUNTED_S, MINUTE_S, WindowResult, simulate, widened
+from rose.plan.windows import COUNTED_S, MINUTE_S, MinuteCount, WindowResult, simulate, widened
 from rose.sim.shapes import Arrival
 
 DAY_HOURS = 24.0
@@ -140,7 +140,8 @@ def economics_of(
 
 def _losses(results: Sequence[WindowResult]) -> tuple[LossCount, LossCount]:
     """Return what lending cost in minutes that are bursts of their window, and in the others."""
-    burst, calm = [], []
+    burst: list[MinuteCount] = []
+    calm: list[MinuteCount] = []
     for result in results:
         usual = result.requests / max(1, len(result.minutes))
         for minute in result.minutes:

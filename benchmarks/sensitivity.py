@@ -40,14 +40,26 @@ from rose.sim.batch_cluster import BatchCluster, PlannedTrajectory
 from rose.sim.lent_timeline import LentTimeline, SaturatedDevice, saturated_requests_per_s
 
 TRAJECTORIES, TRAFFIC = "taubench_airline_gpt4o", "azure2023_code"
-GROUP, GROUPS, LIKENESS = 16, 16, 0.5
+GROUP, LIKENESS = 16, 0.5
 SHRUNK_BY = 4  # 2 dedicated and 4 borrowed workers: as many trajectories per worker as at full size
 LENT_LOAD = 0.2  # of serving's capacity, on the devices that the router uses
 LOADS = (0.2, 0.3)  # for the admission; serving alone keeps nearly all budgets at the first, and not at the second
-SPAN_S = 120.0
+TABLES = ("router", "lengths", "admission")
 FRESH = 7919  # seeds that nothing was chosen on begin here
 HALF, DOUBLE, OFF = "x0.5", "x2", "off"
 Change = contextlib.AbstractContextManager[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many seeds, how many groups of trajectories a batch has, and how long devices are simulated."""
+
+    seeds: int = 3
+    groups: int = 16
+    span_s: float = 120.0
+
+
+QUICK = Size(seeds=2, groups=4, span_s=40.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +147,19 @@ def completion_s(setup: Setup, lines: list[LentTimeline], drawn: Sequence[Planne
     return float(BatchCluster(Router("cost"), setup.profile, setup.dedicated, lines, drawn).run().completion_s)
 
 
-def batch_rows(table: str, knobs: Sequence[Knob], seeds: Sequence[int], folder: Path | None) -> list[dict[str, Any]]:
+def batch_rows(
+    table: str, knobs: Sequence[Knob], size: Size, seeds: Sequence[int], folder: Path | None
+) -> list[dict[str, Any]]:
     setup = SETUPS[0].shrunk(SHRUNK_BY)
     source = trajectories.load(TRAJECTORIES, folder, FRESH)
     requests = traffic.load(folder, FRESH)
     worlds = []
     for seed in seeds:
         lines = [
-            device_of(setup, requests, LENT_LOAD, seed + 100 * number, lends=True).run()
+            device_of(setup, requests, LENT_LOAD, seed + 100 * number, size.span_s, lends=True).run()
             for number in range(setup.borrowed)
         ]
-        drawn = trajectories.draw(source, GROUPS, GROUP, LIKENESS, seed)
+        drawn = trajectories.draw(source, size.groups, GROUP, LIKENESS, seed)
         worlds.append((lines, drawn, completion_s(setup, lines, drawn)))
     rows = []
     for knob in knobs:
@@ -198,30 +212,34 @@ ADMISSION_KNOBS = (
 )
 
 
-def device_of(setup: Setup, trace: traffic.Trace, load: float, seed: int, *, lends: bool) -> SaturatedDevice:
+def device_of(
+    setup: Setup, trace: traffic.Trace, load: float, seed: int, span_s: float, *, lends: bool
+) -> SaturatedDevice:
     serving = load_profile(setup.serving)
     most = saturated_requests_per_s(serving, setup.budgets, list(trace.requests[:600])) / trace.requests_per_s
-    arrivals = trace.piece(seed * 97.0 % trace.span_s, SPAN_S, load * most)
-    return SaturatedDevice(serving, setup.profile, setup.budgets, arrivals, SPAN_S, seed, lends=lends)
+    arrivals = trace.piece(seed * 97.0 % trace.span_s, span_s, load * most)
+    return SaturatedDevice(serving, setup.profile, setup.budgets, arrivals, span_s, seed, lends=lends)
 
 
-def lent_and_kept(trace: traffic.Trace, load: float, seed: int, *, lends: bool = True) -> tuple[float, float]:
+def lent_and_kept(
+    trace: traffic.Trace, load: float, seed: int, span_s: float, *, lends: bool = True
+) -> tuple[float, float]:
     """Return the lent share and the share of requests in budget."""
-    line = device_of(SETUPS[0], trace, load, seed, lends=lends).run()
+    line = device_of(SETUPS[0], trace, load, seed, span_s, lends=lends).run()
     return line.lent_s / line.span_s, line.attainment
 
 
-def admission_rows(seeds: Sequence[int], folder: Path | None) -> list[dict[str, Any]]:
+def admission_rows(size: Size, seeds: Sequence[int], folder: Path | None) -> list[dict[str, Any]]:
     with mock.patch.object(traffic, "TRACE", TRAFFIC):
         trace = traffic.load(folder, FRESH)
     rows = []
     for load in LOADS:
-        base = [lent_and_kept(trace, load, seed) for seed in seeds]
-        alone = statistics.median(lent_and_kept(trace, load, seed, lends=False)[1] for seed in seeds)
+        base = [lent_and_kept(trace, load, seed, size.span_s) for seed in seeds]
+        alone = statistics.median(lent_and_kept(trace, load, seed, size.span_s, lends=False)[1] for seed in seeds)
         for knob in ADMISSION_KNOBS:
             for variant, to in knob.variants():
                 with knob.change(to):
-                    pairs = [lent_and_kept(trace, load, seed) for seed in seeds]
+                    pairs = [lent_and_kept(trace, load, seed, size.span_s) for seed in seeds]
                 row = row_of("admission", knob, variant, to) | {
                     "load": load,
                     "alone": round(alone, 4),
@@ -245,15 +263,21 @@ def row_of(table: str, knob: Knob, variant: str, to: float) -> dict[str, Any]:
 def main() -> int:
     parser = harness.parser(__doc__ or "")
     parser.add_argument("--data", type=Path, default=os.environ.get("ROSE_DATA"), metavar="FOLDER")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="only these (all)")
     arguments = parser.parse_args()
+    size = QUICK if arguments.quick else Size()
     folder = Path(arguments.data) if arguments.data else None
-    seeds = [FRESH + arguments.seed + number for number in range(2 if arguments.quick else 3)]
-    begun = harness.machine()
-    rows = batch_rows("router", ROUTER_KNOBS, seeds, folder)
-    rows += batch_rows("lengths", LENGTH_KNOBS, seeds, folder)
-    rows += admission_rows(seeds, folder)
+    seeds = [FRESH + arguments.seed + number for number in range(size.seeds)]
+    begun, rows = harness.machine(), list[dict[str, Any]]()
+    for table, knobs in (("router", ROUTER_KNOBS), ("lengths", LENGTH_KNOBS)):
+        if table in arguments.tables:
+            rows += batch_rows(table, knobs, size, seeds, folder)
+    if "admission" in arguments.tables:
+        rows += admission_rows(size, seeds, folder)
     for table, figures in (("router", ("completion",)), ("lengths", ("completion",)),
                            ("admission", ("lent_points", "kept_points"))):  # fmt: skip
+        if table not in arguments.tables:
+            continue
         ends = [name for figure in figures for name in (figure, f"{figure}_low", f"{figure}_high")]
         print(f"\n{table}, {len(seeds)} seeds")
         harness.print_table(

@@ -206,7 +206,7 @@ ADMISSION_KNOBS = (
     limits("latch_s", 0.0, "it does not hold"),
     limits("switch_s", 0.0, "changing sides is free"),
     constant(history, "WAIT_SHARE", 0.0, "no wait for a slot is allowed", most=1.0),
-    constant(bursts, "BEYOND_SHARE", 1.0, "no room is kept for bursts", most=1.0),
+    constant(bursts, "BEYOND_SHARE", 0.99, "hardly any room is kept for bursts", most=0.99),
     constant(bursts, "UNKNOWN_S", 0.01, "nothing is reserved at first"),
     headroom(),
 )

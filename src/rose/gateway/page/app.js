@@ -27,7 +27,7 @@ async function order(action, scope) {
   const isOne = !scope.all && count === 1, name = action === "limits" ? "Limit" : action[0].toUpperCase() + action.slice(1);
   const body = {action, ...scope};
   if (action === "limits" || !isOne) {
-    const answer = await confirmed(name, action, scope.all ? `all ${count} workers, and those that join later` : isOne ? scope.workers[0] : `${count} workers`);
+    const answer = await confirmed(name, action, scope.all ? `all ${counted(count)}, and those that join later` : isOne ? scope.workers[0] : counted(count));
     if (!answer) return;
     if (action === "limits") body.turns_max = answer.turns;
   }
@@ -35,7 +35,7 @@ async function order(action, scope) {
   try {
     const reply = await (await ask("v1/pool/orders", {method: "POST", body: JSON.stringify(body)})).json();
     const kept = reply.is_durable ? "" : "; it holds until the gateway ends";
-    result.textContent = `${name}: ${reply.matched.length} workers in ${Math.round(performance.now() - began)} ms${kept}`;
+    result.textContent = `${name}: ${counted(reply.matched.length)} in ${Math.round(performance.now() - began)} ms${kept}`;
     result.className = "";
   } catch (error) {
     result.textContent = `${name} was not carried out: ${error.message}`;

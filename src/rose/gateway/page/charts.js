@@ -19,6 +19,7 @@ function fillFacts(list, pairs) {
 }
 
 const whole = (value) => value == null ? "?" : Math.round(value).toLocaleString("en");
+const counted = (workers) => `${whole(workers)} worker${workers === 1 ? "" : "s"}`;
 const ms = (seconds) => seconds == null ? "?" : `${(seconds * 1e3).toFixed(seconds < 0.01 ? 1 : 0)} ms`;
 const share = (value) => value == null ? "?" : `${(value * 100).toFixed(0)} %`;
 

@@ -3,9 +3,9 @@
 const ROW_PX = 34, KEPT = 300;
 const HEADS = [
   ["name", "Worker"], ["kind", "Kind"], ["state", "State"], ["turns", "Turns", 1], ["tokens_per_s", "Tokens/s", 1],
-  ["version", "Version"], ["ttft_p50_s", "First token P50", 1], ["ttft_p99_s", "P99 of budget", 1],
+  ["version", "Version"], ["ttft_p50_s", "First token P50", 1], ["ttft_p99_s", "First token P99", 1],
   ["tpot_p99_s", "Later tokens P99", 1], ["lent_share", "Lent", 1], ["counted", "Lost to lending", 1],
-  ["ambiguous", "Perhaps", 1], ["breaker_trips", "Breaker"], ["labels", "Labels"],
+  ["ambiguous", "Perhaps lost", 1], ["breaker_trips", "Breaker"], ["labels", "Labels"],
 ];
 
 class Fleet {
@@ -72,7 +72,7 @@ class Fleet {
       ["Breaker rests", whole(count((row) => row.is_resting))],
     ]);
     const lines = pool.orders.slice().reverse().map((order) => make("li", {
-      textContent: `${order.at.replace("T", " ").slice(0, 19)} UTC: ${order.action}${order.action === "limits" ? ` (${order.turns_max ?? "no limit"})` : ""}, ${order.target}: ${whole(order.matched)} workers`,
+      textContent: `${order.at.replace("T", " ").slice(0, 19)} UTC: ${order.action}${order.action === "limits" ? ` (${order.turns_max ?? "no limit"})` : ""}, ${order.target}: ${counted(order.matched)}`,
     }));
     byId("orders").replaceChildren(...(lines.length ? lines : [make("li", {textContent: "none so far"})]));
   }

@@ -108,7 +108,7 @@ class TrajectoryList(msgspec.Struct):
     trajectories: list[TrajectoryRow]
 
 
-class Segment(msgspec.Struct):
+class ShownTokens(msgspec.Struct):
     """Tokens in one run: of the prompt (without a version) or sampled under one version."""
 
     version: str
@@ -125,7 +125,7 @@ class ShownTurn(msgspec.Struct):
     finish_reason: str | None
     is_running: bool
     cached_tokens: int | None
-    segments: list[Segment]
+    segments: list[ShownTokens]
 
 
 class ShownTrajectory(msgspec.Struct):
@@ -149,7 +149,7 @@ async def trajectory(gateway: Gateway, request: web.Request) -> web.Response:
         raise Failure(404, f"the gateway holds no trajectory `{name[:80]}`", code="not_found")
     turns = [_turn_of(turn) for turn in session.turns] or _turns_of_record(session)
     room, is_cut = TOKENS_SHOWN, False
-    parts: list[tuple[Segment, Sequence[int]]] = []
+    parts: list[tuple[ShownTokens, Sequence[int]]] = []
     for _, pieces in turns:
         for segment, ids in pieces:
             is_cut |= len(ids) > room
@@ -161,7 +161,7 @@ async def trajectory(gateway: Gateway, request: web.Request) -> web.Response:
     return json_response(ShownTrajectory(_row_of(session), [shown for shown, _ in turns], is_cut))
 
 
-Pieces = list[tuple[Segment, Sequence[int]]]
+Pieces = list[tuple[ShownTokens, Sequence[int]]]
 
 
 def _row_of(session: Session) -> TrajectoryRow:
@@ -184,9 +184,9 @@ def _row_of(session: Session) -> TrajectoryRow:
 def _turn_of(turn: KeptTurn) -> tuple[ShownTurn, Pieces]:
     parent, produced = turn.parent, turn.produced
     context = turn.prompt_ids[parent.sequence_tokens if parent is not None else 0 :]
-    pieces: Pieces = [(Segment("", len(context), ""), context)] if context else []
+    pieces: Pieces = [(ShownTokens("", len(context), ""), context)] if context else []
     for span in produced.spans:
-        pieces.append((Segment(span.version, span.end - span.start, ""), produced.token_ids[span.start : span.end]))
+        pieces.append((ShownTokens(span.version, span.end - span.start, ""), produced.token_ids[span.start : span.end]))
     shown = ShownTurn(
         turn.ordinal,
         parent.ordinal if parent is not None else None,
@@ -208,7 +208,7 @@ def _turns_of_record(session: Session) -> list[tuple[ShownTurn, Pieces]]:
     start = 0
     for place in range(1, len(record.token_ids) + 1):
         if place == len(record.token_ids) or record.versions[place] != record.versions[start]:
-            pieces.append((Segment(record.versions[start], place - start, ""), record.token_ids[start:place]))
+            pieces.append((ShownTokens(record.versions[start], place - start, ""), record.token_ids[start:place]))
             start = place
     return [(ShownTurn(0, None, [], "stop", False, None, [segment for segment, _ in pieces]), pieces)]
 

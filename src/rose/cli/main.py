@@ -24,7 +24,7 @@ COMMANDS = {
     "serve": "serve a model like OpenAI's API, and lend idle time to rollouts",
     "lend": "control a lent device: status, pause, resume, drain, dry-run, limits",
     "gateway": "start the one endpoint for agents and trainers, before all workers",
-    "pool": "list and control the workers of a gateway: pause, resume, drain, limits",
+    "pool": "list and control a gateway's workers: pause, resume, drain, limits",
     "weights": "list, show, verify, compare and delete weight versions in a relay",
     "relay": "start a relay between a trainer and its rollout workers",
     "load": "send open-loop load to a server and check latencies against budgets",

@@ -135,7 +135,7 @@ def test_lending_beside_an_engine_starts_its_client(engine, client, monkeypatch,
     monkeypatch.setattr("rose.vllm.lend_session.lend", lend)
     flags = ["--rollout-model", str(tmp_path), "--engine-python", "a-python", "--engine-flag=--more"]
     assert main(["lend", engine, *flags, "--gateway", "http://g"]) == 0
-    [(lending, gateway, _, _, client_type)] = calls
+    [(lending, gateway, _, _, client_type, _)] = calls
     assert (lending.engine.python, lending.engine.extra, gateway) == ("a-python", ("--more",), "http://g")
     assert client_type.__name__ == (client or "VllmEngineClient")
 

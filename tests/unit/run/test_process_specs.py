@@ -48,7 +48,7 @@ def commands(*overrides: str) -> dict[str, Command]:
         (
             (),
             {
-                "gateway": set(VARIABLES.values()),
+                "gateway": set(VARIABLES.values()) - {VARIABLES["operator"]},  # it makes that of `rose pool` itself
                 "borrowed": {*OF_WORKER, OWNER_VARIABLE},
                 "dedicated": OF_WORKER,
                 "traffic": set(),
@@ -57,7 +57,7 @@ def commands(*overrides: str) -> dict[str, Command]:
         (
             ("serving.engine=vllm", "worker.engine=vllm"),
             {
-                "gateway": set(VARIABLES.values()),
+                "gateway": set(VARIABLES.values()) - {VARIABLES["operator"]},  # it makes that of `rose pool` itself
                 "borrowed": set(),
                 "lender": {*OF_WORKER, OWNER_VARIABLE},
                 "dedicated": OF_WORKER,

@@ -107,7 +107,7 @@ async def lend(
     """
     engine = lending.engine
     check_engine(engine)
-    agent, token = _agent_settings(lending, gateway, worker_name, labels or {}), token_from(OWNER_VARIABLE)
+    agent, token = _agent_settings(lending, gateway, worker_name, labels), token_from(OWNER_VARIABLE)
     if lending.serving_url:
         others = USABLE - set(engine.cores) if engine.is_cpu else USABLE
         if others:
@@ -168,7 +168,7 @@ async def _until_given_up(client: VllmEngineClient) -> None:
 
 
 def _agent_settings(
-    lending: VllmLending, gateway: str | None, worker_name: str, labels: Mapping[str, str]
+    lending: VllmLending, gateway: str | None, worker_name: str, labels: Mapping[str, str] | None = None
 ) -> AgentSettings | None:
     if gateway is None:
         return None
@@ -177,4 +177,4 @@ def _agent_settings(
         raise ConfigError(f"the worker token of the gateway at {gateway} is not known", hint="set ROSE_WORKER_TOKEN")
     kind: Any = "borrowed" if lending.serving_url else "dedicated"
     known = gateway, token, lending.engine.model.name, kind, lending.engine.max_sequences, worker_name
-    return AgentSettings(*known, labels=labels)
+    return AgentSettings(*known, labels=labels or {})

@@ -147,9 +147,10 @@ def _show_workers(arguments: argparse.Namespace, pools: list[dict[str, Any]]) ->
         rows.append((
             worker["name"], worker["kind"], worker["state"], f"{worker['turns']}/{worker['seats']}",
             f"{worker['tokens_per_s']:.0f}", worker["version"],
-            _against(serving.get("ttft_p99_s"), serving.get("ttft_budget_s")), lost, _labels(worker["labels"]),
+            _against(serving["ttft_p99_s"], serving["ttft_budget_s"]) if serving else "", lost,
+            _labels(worker["labels"]),
         ))  # fmt: skip
-    print_table(rows, right=(3, 4, 6, 7))
+    print_table([[plain(cell) for cell in row] for row in rows], right=(3, 4, 6, 7))
 
 
 def _details(worker: dict[str, Any]) -> str:
@@ -174,7 +175,7 @@ def _details(worker: dict[str, Any]) -> str:
         if serving["lent_share"] is not None:
             lines["lent"] = f"{serving['lent_share']:.0%} of the time"
     width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {what}" for name, what in lines.items())
+    return "\n".join(f"{name:<{width}}  {plain(what)}" for name, what in lines.items())
 
 
 def _show_reply(arguments: argparse.Namespace, replies: list[dict[str, Any]]) -> None:
@@ -190,10 +191,15 @@ def _show_reply(arguments: argparse.Namespace, replies: list[dict[str, Any]]) ->
         print("the order holds until the gateway ends; start it with --ledger FILE to keep orders")
 
 
+def plain(text: str) -> str:
+    """Return a text of a worker without characters that would control the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def _names(names: list[str]) -> str:
     if len(names) <= NAMES_SHOWN:
-        return ", ".join(names) or "no worker"
-    return f"{len(names):,} workers ({', '.join(names[:NAMES_SHOWN])} ...)"
+        return plain(", ".join(names)) or "no worker"
+    return plain(f"{len(names):,} workers ({', '.join(names[:NAMES_SHOWN])} ...)")
 
 
 def _labels(labels: dict[str, str]) -> str:

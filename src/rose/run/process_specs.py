@@ -45,9 +45,7 @@ from rose.run.trainer_rank import RankPlan, rank_of_torchrun
 from rose.vllm.engine_process import MODULE, ON_CPU
 from rose.weights.keys import SECRET, SECRET_FILE
 
-FOR_GATEWAY = frozenset(VARIABLES.values()) - {
-    VARIABLES["operator"]
-}  # the gateway makes and registers the operator's token
+FOR_GATEWAY = frozenset(VARIABLES.values())
 FOR_WORKER = frozenset({VARIABLES["worker"], SECRET, SECRET_FILE})  # joins the gateway, reads weights from the relay
 FOR_LENDER = FOR_WORKER | {OWNER_VARIABLE}  # a worker that the run lends and holds back
 
@@ -61,7 +59,14 @@ class RunTokens:
 
 
 def make_tokens() -> RunTokens:
-    made = {variable: secrets.token_urlsafe(24) for variable in (*sorted(FOR_GATEWAY), OWNER_VARIABLE)}
+    """Make a token for every role but the operator's, which is that of the environment, or of the gateway's own making.
+
+    The gateway registers the one that it made, so that `rose pool token` finds it.
+    """
+    operator = VARIABLES["operator"]
+    variables = (*(variable for variable in VARIABLES.values() if variable != operator), OWNER_VARIABLE)
+    made = {variable: secrets.token_urlsafe(24) for variable in variables}
+    made |= {operator: os.environ[operator]} if operator in os.environ else {}
     return RunTokens(made[VARIABLES["agent"]], made[VARIABLES["trainer"]], made[OWNER_VARIABLE], made)
 
 

@@ -82,6 +82,14 @@ def test_workers_are_listed_with_their_users(gateway: ScriptedGateway, capsys: p
     assert main(["pool", "show", "nothing", "--gateway", gateway.url]) != 0
 
 
+def test_a_worker_cannot_control_the_terminal(gateway: ScriptedGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.reply = 200, {"members": [{**WORKER, "name": "a\x1b[2J", "trouble": "b\rc"}]}
+    assert main(["pool", "ls", "--gateway", gateway.url]) == 0
+    assert main(["pool", "show", "a\x1b[2J", "--gateway", gateway.url]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and "\r" not in said and "a?[2J" in said
+
+
 def test_an_order_names_workers_or_labels_or_all(gateway: ScriptedGateway) -> None:
     assert ordered(gateway, "pause", "a", "b") == {"action": "pause", "workers": ["a", "b"]}
     assert ordered(gateway, "drain", "--label", "rack=a3") == {"action": "drain", "labels": {"rack": "a3"}}

@@ -48,7 +48,7 @@ def commands(*overrides: str) -> dict[str, Command]:
         (
             (),
             {
-                "gateway": set(VARIABLES.values()) - {VARIABLES["operator"]},  # it makes that of `rose pool` itself
+                "gateway": set(VARIABLES.values()),
                 "borrowed": {*OF_WORKER, OWNER_VARIABLE},
                 "dedicated": OF_WORKER,
                 "traffic": set(),
@@ -57,7 +57,7 @@ def commands(*overrides: str) -> dict[str, Command]:
         (
             ("serving.engine=vllm", "worker.engine=vllm"),
             {
-                "gateway": set(VARIABLES.values()) - {VARIABLES["operator"]},  # it makes that of `rose pool` itself
+                "gateway": set(VARIABLES.values()),
                 "borrowed": set(),
                 "lender": {*OF_WORKER, OWNER_VARIABLE},
                 "dedicated": OF_WORKER,
@@ -96,6 +96,13 @@ def test_the_relay_of_a_run_gets_the_secret_in_its_environment() -> None:
     shown = "relay of runs/it/weights at http://127.0.0.1:7070; Ctrl-C ends it"
     found = re.search(command.patterns["url"], shown)
     assert found is not None and found[1] == "http://127.0.0.1:7070"
+
+
+def test_the_operators_token_is_of_the_environment_or_left_to_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLES["operator"], raising=False)
+    assert set(process_specs.make_tokens().variables) == {*VARIABLES.values(), OWNER_VARIABLE} - {VARIABLES["operator"]}
+    monkeypatch.setenv(VARIABLES["operator"], "an-operators-token")
+    assert process_specs.make_tokens().variables[VARIABLES["operator"]] == "an-operators-token"
 
 
 def test_the_relay_secret_is_of_the_run_or_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def _addresses(given: str | None) -> list[str]:
             if not address.startswith(("http://", "https://")):
                 raise ConfigError(f"`{address}` is not an address", hint="for example http://127.0.0.1:8002")
         return addresses
-    known = [entry.url for entry in running_gateways()]
+    known = list(dict.fromkeys(entry.url for entry in running_gateways()))  # a run enters its gateway too
     if not known:
         hint = "start one with `rose gateway MODEL`; for one elsewhere give --gateway and set ROSE_OPERATOR_TOKEN"
         raise ConfigError("no gateway of yours runs on this machine", hint=hint)

@@ -21,6 +21,7 @@ from rose.device.supervision import settle
 from rose.envs.environment_registry import make_environment
 from rose.envs.openai_agent import AgentEndpoint
 from rose.errors import RoseError, Unavailable
+from rose.gateway.auth import registered_gateway
 from rose.models.model_folder import load_model_folder
 from rose.run import process_specs
 from rose.run.cpu_affinity import CONTROL_NICENESS, TRAINER_NICENESS, Placement
@@ -30,7 +31,7 @@ from rose.run.lending_switch import LendingSwitch, Stall
 from rose.run.monitor import PoolSample, PoolWatch
 from rose.run.past_runs import Stopped, exit_record
 from rose.run.process_site import ProcessEvents, Site, StartedProcess, site_of
-from rose.run.process_specs import check_vllm, join_s_max, make_tokens, secrets_of_run
+from rose.run.process_specs import check_vllm, join_s_max, make_tokens, operators_entry, secrets_of_run
 from rose.run.processes import Died
 from rose.run.publishing import given_secret
 from rose.run.resuming import ResumePoint, start_of
@@ -160,6 +161,7 @@ class LocalRun:
         screen.say(f"starting gateway and devices: serving on {placement.serving}, {worker} ...")
         gateway = process_specs.gateway(rollout, settings, placement, self._folder.ledger)
         gateway_url = (await self.processes.start(gateway)).captured["url"]
+        held.enter_context(registered_gateway(operators_entry(gateway_url, self._tokens)))
         screen.say(f"live page: {gateway_url}/ui (its token: rose pool token --gateway {gateway_url})")
         client = await held.enter_async_context(
             GatewayClient(gateway_url, self._tokens.trainer, patience_s=GATEWAY_PATIENCE_S)

@@ -34,7 +34,7 @@ import msgspec
 from rose.config.server_settings import cores_of
 from rose.config.yaml_text import as_override
 from rose.errors import ConfigError
-from rose.gateway.auth import VARIABLES
+from rose.gateway.auth import VARIABLES, GatewayEntry, RoleTokens
 from rose.openai.access import OWNER_VARIABLE
 from rose.openai.http_server import free_port
 from rose.run.cpu_affinity import CONTROL_NICENESS, SERVING_NICENESS, TRAINER_NICENESS, Placement
@@ -55,19 +55,21 @@ class RunTokens:
     agent: str
     trainer: str
     owner: str
+    operator: str
     variables: dict[str, str]
 
 
 def make_tokens() -> RunTokens:
-    """Make a token for every role but the operator's, which is that of the environment, or of the gateway's own making.
+    """Make a token for every role. The operator's is that of the environment if it is set: it is for people."""
+    made = {variable: secrets.token_urlsafe(24) for variable in (*VARIABLES.values(), OWNER_VARIABLE)}
+    made |= {name: os.environ[name] for name in (VARIABLES["operator"],) if name in os.environ}
+    agent, trainer, operator = (made[VARIABLES[role]] for role in ("agent", "trainer", "operator"))
+    return RunTokens(agent, trainer, made[OWNER_VARIABLE], operator, made)
 
-    The gateway registers the one that it made, so that `rose pool token` finds it.
-    """
-    operator = VARIABLES["operator"]
-    variables = (*(variable for variable in VARIABLES.values() if variable != operator), OWNER_VARIABLE)
-    made = {variable: secrets.token_urlsafe(24) for variable in variables}
-    made |= {operator: os.environ[operator]} if operator in os.environ else {}
-    return RunTokens(made[VARIABLES["agent"]], made[VARIABLES["trainer"]], made[OWNER_VARIABLE], made)
+
+def operators_entry(url: str, tokens: RunTokens) -> GatewayEntry:
+    """Return the entry by which `rose pool` finds the run's gateway, also when that is started again."""
+    return GatewayEntry(os.getpid(), url, RoleTokens(agent="", worker="", trainer="", operator=tokens.operator))
 
 
 def secrets_of_run(tokens: RunTokens, of_relay: Mapping[str, str]) -> dict[str, str]:

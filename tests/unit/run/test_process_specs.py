@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from rose.errors import ConfigError
-from rose.gateway.auth import VARIABLES
+from rose.gateway.auth import VARIABLES, registered_gateway, token_for
 from rose.openai.access import OWNER_VARIABLE, ROLLOUT_VARIABLE
 from rose.private_files import is_secret, without_secrets
 from rose.run import process_specs
@@ -98,11 +98,17 @@ def test_the_relay_of_a_run_gets_the_secret_in_its_environment() -> None:
     assert found is not None and found[1] == "http://127.0.0.1:7070"
 
 
-def test_the_operators_token_is_of_the_environment_or_left_to_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operators_token_is_of_the_environment_or_found_by_rose_pool(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(VARIABLES["operator"], raising=False)
-    assert set(process_specs.make_tokens().variables) == {*VARIABLES.values(), OWNER_VARIABLE} - {VARIABLES["operator"]}
+    tokens = make_tokens()
+    with registered_gateway(process_specs.operators_entry(GATEWAY, tokens)):
+        assert token_for("operator", GATEWAY) == tokens.operator and token_for("trainer", GATEWAY) is None
+    assert token_for("operator", GATEWAY) is None
     monkeypatch.setenv(VARIABLES["operator"], "an-operators-token")
-    assert process_specs.make_tokens().variables[VARIABLES["operator"]] == "an-operators-token"
+    assert make_tokens().operator == make_tokens().variables[VARIABLES["operator"]] == "an-operators-token"
 
 
 def test_the_relay_secret_is_of_the_run_or_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ class Asking:
     spread_s: float
     label: str  # names the trajectories, so that none is taken for an earlier one
     seed: int = 0
+    answer_tokens: int = ANSWER_TOKENS
 
 
 async def ask_all(asking: Asking) -> list[float]:
@@ -57,7 +58,7 @@ async def _play(http: aiohttp.ClientSession, asking: Asking, number: int) -> lis
     ids, taken_s = _some(dice, PROMPT_TOKENS), []
     headers = {"X-Session-ID": f"{asking.label}-{number}"}
     for turn in range(asking.turns):
-        sampling = {"max_tokens": ANSWER_TOKENS, "seed": turn, "logprobs": 1, "temperature": 1.0}
+        sampling = {"max_tokens": asking.answer_tokens, "seed": turn, "logprobs": 1, "temperature": 1.0}
         body = _encoder.encode({"token_ids": ids, "sampling_params": sampling})
         began_s = time.perf_counter()
         async with http.post(f"{asking.url}/inference/v1/generate", data=body, headers=headers) as reply:

@@ -106,7 +106,10 @@ class Stalls:
         self._seen.pop(worker, None)
 
     def _of(self, worker: str) -> _WorkerSample:
-        return self._seen.setdefault(worker, _WorkerSample())
+        seen = self._seen.get(worker)
+        if seen is None:
+            seen = self._seen[worker] = _WorkerSample()
+        return seen
 
 
 BLOCKED_AFTER_S = 0.25  # some steps of serving; heartbeats once a second could not follow anything faster

@@ -209,6 +209,8 @@ class Pool:
 
     def allows(self, sampling: Sampling, version: str) -> bool:
         """Return whether weights of this version may sample the request."""
+        if not sampling.demands_version:
+            return True
         demand = self.demand_of(sampling)
         return demand is None or demand.allows(version, self._numbers.get(version, -1))
 
@@ -386,7 +388,8 @@ class Pool:
     def checked_tokens(self, worker: PoolWorker, tokens: TokensAdded) -> TokensAdded:
         """Return the pieces whose weights can be judged now; withhold the others. Raises Unavailable if too many."""
         withheld = worker.weights.withheld
-        if not withheld and all(self._can_judge(worker, piece) for piece in tokens.pieces):
+        versions = {piece.version for piece in tokens.pieces if piece.token_ids}  # nearly always one
+        if not withheld and all(self.is_verified(worker, version) is not None for version in versions):
             return tokens
         passed, waiting = [], {piece.attempt_id for piece in withheld}
         for piece in tokens.pieces:

@@ -143,10 +143,10 @@ class TurnLog:
     def append(self, entry: Entry) -> None:
         """Add an entry to the row of the next commit."""
         data = _encoder.encode(entry)
-        is_new_commit = self._noted_at != self._file.commits
-        if is_new_commit or len(self._entries) + len(data) > ROW_BYTES:
+        size, is_new_commit = len(data), self._noted_at != self._file.commits
+        if is_new_commit or len(self._entries) + size > ROW_BYTES:
             self._begin_row(is_new_commit)
-        self._entries += len(data).to_bytes(LENGTH_BYTES, "little")
+        self._entries += size.to_bytes(LENGTH_BYTES, "little")
         self._entries += data
 
     def _begin_row(self, is_new_commit: bool) -> None:

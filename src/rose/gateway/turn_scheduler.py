@@ -18,8 +18,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
 from rose.api.faults import error_of
 from rose.api.worker_messages import (
     CancelTurn,
@@ -414,21 +412,21 @@ class Scheduler:
     def _take(self, turn: LiveTurn, worker: PoolWorker, piece: TurnTokens, now_s: float) -> bool:
         """Add one piece to its turn. Return whether the turn has left the worker. Raises Unavailable."""
         check_piece(turn, piece, self._vocabulary)
-        produced = turn.produced
-        is_whole = len(produced) + len(piece.token_ids) == turn.request.sampling.max_tokens
-        if is_whole and piece.finish_reason not in ("stop", "length"):
-            piece = msgspec.structs.replace(piece, finish_reason="length")  # no worker can add to it
-        produced.add(piece.token_ids, piece.logprobs, piece.version, piece.top_logprobs, worker.name)
-        self.counts.tokens += len(piece.token_ids)
+        produced, name, count, finish_reason = turn.produced, worker.name, len(piece.token_ids), piece.finish_reason
+        is_whole = len(produced.token_ids) + count == turn.request.sampling.max_tokens
+        if is_whole and finish_reason != "stop":
+            finish_reason = "length"  # no worker can add to it
+        produced.add(piece.token_ids, piece.logprobs, piece.version, piece.top_logprobs, name)
+        self.counts.tokens += count
         is_first = produced.cached_tokens is None
         if is_first and piece.cached_tokens is not None:
             produced.cached_tokens = piece.cached_tokens
         if piece.prompt_logprobs:
             produced.prompt_logprobs = piece.prompt_logprobs
-        is_end = piece.finish_reason in ("stop", "length")
-        if piece.token_ids:
+        is_end = finish_reason is not None and finish_reason != "abort"
+        if count:
             quiet_s = worker.gate.quiet_s(turn.progress_s, now_s)
-            self._stalls.on_progress(worker.name, quiet_s, now_s, first_of=turn.first_of)
+            self._stalls.on_progress(name, quiet_s, now_s, first_of=turn.first_of)
             turn.progress_s = turn.waiting_since_s = worker.placement.progress_s = now_s
             turn.is_first = False
         event = TokenEvent(
@@ -436,23 +434,23 @@ class Scheduler:
             piece.token_ids,
             piece.logprobs,
             piece.version,
-            piece.finish_reason if is_end else None,
+            finish_reason if is_end else None,
             piece.top_logprobs,
             piece.cached_tokens if is_first else None,
-            (worker.name,) if piece.token_ids else (),
+            (name,) if count else (),
             piece.prompt_logprobs,
         )
         if is_end:
             self.counts.ended += 1
             worker.placement.turns_ended += 1
-            self._stalls.on_ended(worker.name)
+            self._stalls.on_ended(name)
             self._end(turn, "ended", now_s)
-        elif piece.finish_reason == "abort":
+        elif finish_reason == "abort":
             self.counts.evicted += 1
             self._put_back(turn, "evicted", now_s)
-        if piece.token_ids or is_end:
+        if count or is_end:
             turn.sink.put(event)
-        return piece.finish_reason is not None
+        return finish_reason is not None
 
     # Leaving a worker
 

@@ -41,18 +41,20 @@ class PartialOutput(msgspec.Struct, array_like=True):
         top: Sequence[Alternatives] = (),
         worker: str = "",
     ) -> None:
-        assert len(token_ids) == len(logprobs), f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities"
-        start = len(self.token_ids)
+        count, start, spans = len(token_ids), len(self.token_ids), self.spans
+        assert count == len(logprobs), f"{count} tokens with {len(logprobs)} log-probabilities"
+        if not count:
+            return
         self.token_ids += token_ids
         self.logprobs += logprobs
-        self.top_logprobs += top
-        if worker and token_ids and worker not in self.workers:
+        if top:
+            self.top_logprobs += top
+        if worker and worker not in self.workers:
             self.workers.append(worker)
-        end = len(self.token_ids)
-        if self.spans and self.spans[-1].version == version:
-            self.spans[-1] = VersionSpan(version, self.spans[-1].start, end)
-        elif end > start:
-            self.spans.append(VersionSpan(version, start, end))
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, start + count)
+        else:
+            spans.append(VersionSpan(version, start, start + count))
 
     def cut(self, tokens: int) -> None:
         """Keep only the first tokens."""
@@ -159,12 +161,12 @@ class Counts:
 def check_piece(turn: LiveTurn, piece: TurnTokens, vocabulary: int) -> None:
     """Raise Unavailable for tokens that no engine could have sampled; their worker is then removed."""
     count, most = len(piece.token_ids), turn.request.sampling.max_tokens
-    total, wrong = len(turn.produced) + count, ""
-    if len(piece.logprobs) != count or len(piece.top_logprobs) not in (0, count):
+    total, wrong = len(turn.produced.token_ids) + count, ""
+    if len(piece.logprobs) != count or (piece.top_logprobs and len(piece.top_logprobs) != count):
         wrong = f"{count} tokens with {len(piece.logprobs)} log-probabilities"
     elif count and max(piece.token_ids) >= vocabulary:
         wrong = f"token id {max(piece.token_ids)} of a vocabulary of {vocabulary}"
-    elif any(token_id >= vocabulary for entry in piece.top_logprobs for token_id, _ in entry):
+    elif piece.top_logprobs and any(token_id >= vocabulary for entry in piece.top_logprobs for token_id, _ in entry):
         wrong = f"an alternative outside the vocabulary of {vocabulary}"
     elif total > most:
         wrong = f"{total} tokens of a turn that asked for {most}"

@@ -262,9 +262,10 @@ def generate_logprobs(deltas: Sequence[ChoiceDelta], top: int) -> GenerateLogpro
     """Return them by token id; `top` 0 or 1 means the sampled token only, as trainers ask for every token there is."""
     if top <= 1:
         pairs = chain.from_iterable(zip(delta.token_ids, _all_finite(delta.logprobs)) for delta in deltas)
+        if sum(len(delta.token_ids) for delta in deltas) <= BATCH_WITHOUT_TOP:
+            return GenerateLogprobs([GenerateLogprob(f"token_id:{token}", token, logprob) for token, logprob in pairs])
         sampled = (GenerateLogprob(f"token_id:{token}", token, logprob) for token, logprob in pairs)
-        is_small = sum(len(delta.token_ids) for delta in deltas) <= BATCH_WITHOUT_TOP
-        return GenerateLogprobs(list(sampled) if is_small else in_batches(sampled))
+        return GenerateLogprobs(in_batches(sampled))
 
     def content() -> Iterator[GenerateLogprob]:
         for token_id, logprob, alternatives in _tokens(deltas):

@@ -9,7 +9,11 @@ Virtual: the simulator plays one step on many devices with one gateway and with 
 client and the moves of devices are the real code; engines and network are simulated. `completion_ratio` is the time
 with sixteen over the time with one, whose workers are all in one pool.
 
-    python benchmarks/shards.py --json FILE [--quick]
+With `--devices N` only the virtual part runs, for 10 trajectories per device, and once more with a shard that is killed
+in the middle of the step and started again. Its devices are coarse (`rose.sim.simulated_handle.CoarseDevice`): a token
+takes 32 times as long, and up to 32 steps are one event. No device and no turn is left out.
+
+    python benchmarks/shards.py --json FILE [--quick | --devices 10000]
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import random
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,6 +37,7 @@ from doors.processes import TOKENS, cpu_s, process, rose, stub
 
 from rose.api.requests import TurnSampling
 from rose.api.trajectories import BeginBody, FinishBody
+from rose.core.shard_balance import BalanceRules
 from rose.models.presets import write_preset
 from rose.sharded_client import ShardedGatewayClient
 from rose.sim.scenario import Scenario, random_scenario
@@ -41,9 +48,10 @@ from rose.sim.world import SETTLE_S, simulate
 MODEL = "frozenlake-1m"
 GROUP, TURNS, ANSWER_TOKENS, PROMPT_TOKENS, VOCABULARY = 2, 4, 16, 64, 100
 SPEEDUP_MIN, COMPLETION_MAX = 1.8, 1.05
+KILLED, KILLED_S, AWAY_S = 3, 30.0, 5.0  # which shard dies, when, and for how long
 COLUMNS = (
     "case", "shards", "devices", "trajectories", "turns", "turns_s", "turns_s_capacity", "gateway_cpu_ms_per_turn",
-    "busiest_share", "completion_s", "completion_ratio", "moved",
+    "busiest_share", "completion_s", "completion_ratio", "moved", "restarts", "cpu_s",
 )  # fmt: skip
 
 
@@ -51,9 +59,28 @@ class SixteenShards(SimulatedShards):
     count = 16
 
 
+class ManyDevices(SixteenShards):
+    """Sixteen gateways whose devices are thousands: each shard may give away ten devices a second."""
+
+    rules = BalanceRules(moves_per_minute=600)
+
+
+class OneKilled(ManyDevices):
+    """The same, and one shard is killed in the middle of the step, and started again."""
+
+    def start(self) -> None:
+        super().start()
+        self._loop.call_later(KILLED_S, self.shards[KILLED].kill)
+        self._loop.call_later(KILLED_S + AWAY_S, self.shards[KILLED].start)
+
+
 def main() -> int:
-    arguments = harness.parser(__doc__ or "").parse_args()
+    parser = harness.parser(__doc__ or "")
+    parser.add_argument("--devices", type=int, help="only in virtual time, with so many devices")
+    arguments = parser.parse_args()
     begun = harness.machine()
+    if arguments.devices is not None:
+        return of_many_devices(arguments, begun)
     rows = [*live_rows(arguments), *virtual_rows(arguments)]
     harness.print_table(rows, COLUMNS)
     speedup, completion = rows[1]["speedup"], rows[-1]["completion_ratio"]
@@ -127,23 +154,52 @@ async def play(client: ShardedGatewayClient, group: str, member: int, seed: int)
     await client.finish(name, FinishBody(reward=float(member % 2)))
 
 
-def virtual_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    for host, shards in ((SimulatedGateway, 1), (SixteenShards, 16)):
-        step = one_step(arguments)
-        report = simulate(step, host=host)
-        assert report.is_fine, report.violation
-        rows.append(
-            {
-                "case": "virtual",
-                "shards": shards,
-                "devices": step.dedicated,
-                "trajectories": report.counts["trajectories"],
-                "turns": report.counts["ended"],
-                "completion_s": round(report.virtual_s - SETTLE_S, 2),
-                "moved": report.counts.get("moved", 0),
-            }
+def of_many_devices(arguments: argparse.Namespace, begun: dict[str, Any]) -> int:
+    devices = arguments.devices
+    step = dataclasses.replace(
+        one_step(arguments), dedicated=devices, groups=10 * devices // 8, turns_max=2, tokens_max=8, coarseness=32,
+        begun_at_once=max(1, devices // 10), beat_s=10.0, lease_s=40.0, max_concurrency=8,
+    )  # fmt: skip
+    hosts = {"virtual": SimulatedGateway, "16 shards": ManyDevices, "16 shards, one killed": OneKilled}
+    with ProcessPoolExecutor(max_workers=2) as processes:  # some gigabytes each
+        futures = [processes.submit(virtual_row, case, step, host) for case, host in hosts.items()]
+        for future in as_completed(futures):
+            print(future.result(), file=sys.stderr, flush=True)
+    rows = [future.result() for future in futures]
+    for row in rows:
+        row["completion_ratio"] = round(row["completion_s"] / rows[0]["completion_s"], 3)
+    harness.print_table(rows, COLUMNS)
+    bars = [
+        harness.wanted(
+            f"a step, {row['case']}, over one with one gateway", row["completion_ratio"], COMPLETION_MAX, at_most=True
         )
+        for row in rows[1:]
+    ]
+    return harness.finish(arguments, "shards", rows, bars, begun)
+
+
+def virtual_row(case: str, step: Scenario, host: type[SimulatedGateway]) -> dict[str, Any]:
+    """Play one step. The simulator checks every token, turn and group, also over a kill."""
+    gc.set_threshold(1_000_000, 50, 1000)  # millions of live objects: a collection takes seconds and finds nothing
+    began_s = time.process_time()
+    report = simulate(step, host=host)
+    assert report.is_fine, report.violation
+    assert report.counts["trajectories"] == step.groups * step.group_size
+    return {
+        "case": case,
+        "shards": getattr(host, "count", 1),
+        "devices": step.dedicated,
+        "trajectories": report.counts["trajectories"],
+        "turns": report.counts["ended"],
+        "completion_s": round(report.virtual_s - SETTLE_S, 2),
+        "moved": report.counts.get("moved", 0),
+        "restarts": report.counts.get("restarts", 0),
+        "cpu_s": round(time.process_time() - began_s, 1),
+    }
+
+
+def virtual_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = [virtual_row("virtual", one_step(arguments), host) for host in (SimulatedGateway, SixteenShards)]
     rows[1]["completion_ratio"] = round(rows[1]["completion_s"] / rows[0]["completion_s"], 3)
     return rows
 

@@ -73,3 +73,21 @@ def test_without_work_no_device_moves() -> None:
     idle = scenario(dedicated=2, borrowed=2, groups=1, group_size=2, turns_max=1, max_concurrency=8, trouble_s=30.0)
     report = check(simulate(idle, host=TwoShards))
     assert report.counts.get("moved", 0) <= report.counts["batches"]
+
+
+class OneKilled(ThreeShards):
+    def start(self) -> None:
+        super().start()
+        self._loop.call_later(10.0, self.shards[1].kill)
+        self._loop.call_later(12.0, self.shards[1].start)
+
+
+def test_a_shard_that_is_killed_in_a_step_of_many_devices_loses_nothing() -> None:
+    many = scenario(
+        dedicated=30, borrowed=0, trouble_s=0.0, ahead=1, groups=30, group_size=8, turns_max=2, tokens_max=16,
+        coarseness=32, begun_at_once=4, max_concurrency=8, kv_blocks=2048, max_waiting=1000, wait_s=600.0, idle_s=1e6,
+        beat_s=5.0, lease_s=20.0,
+    )  # fmt: skip
+    report = check(simulate(many, host=OneKilled))
+    assert report.counts["trajectories"] == len(report.data) == 240
+    assert report.counts["restarts"] == 1 and report.virtual_s > 30.0 + 12.0

@@ -80,7 +80,7 @@ class Player(Client):
             lambda: self._gateway.turn(
                 episode.trajectory_id, prompt_ids, episode.sampling, whole=not episode.is_streaming
             ),
-            TURN_TIMEOUT_S,
+            TURN_TIMEOUT_S * self._scenario.coarseness,
         )
         self._checker.answered(episode, prompt_ids, answered)
         episode.asked.append(prompt_ids)
@@ -103,7 +103,7 @@ class SimulatedTrainer(Client):
         self.is_stopping = False
         self.version = self.batches = 0
         self._gateway, self._checker, self._scenario, self._play = gateway, checker, scenario, play
-        self._groups = self._numbers = 0
+        self._groups = self._numbers = self._to_begin = 0
 
     async def train(self) -> None:
         await self._publish()
@@ -123,7 +123,13 @@ class SimulatedTrainer(Client):
         self._log.record(self.name, f"published version {self.version}")
 
     async def _begin_step(self) -> None:
-        for _ in range(self._scenario.groups):
+        self._to_begin = self._scenario.groups
+        await asyncio.gather(*(self._begin_groups() for _ in range(self._scenario.begun_at_once)))
+
+    async def _begin_groups(self) -> None:
+        """Begin one group after the other until the step has all."""
+        while self._to_begin > 0:
+            self._to_begin -= 1
             name = f"group-{self._groups}"
             self._groups += 1
             for _ in range(self._scenario.group_size):

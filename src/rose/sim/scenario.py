@@ -83,6 +83,8 @@ class Scenario:
     borrowed_max: int | None  # the user's caps
     dedicated_max: int | None
     return_after_s: float
+    coarseness: int = 1  # of dedicated devices: how many times longer a token takes, and how many steps are one event
+    begun_at_once: int = 1  # groups that the trainer begins side by side
 
     @property
     def is_strict(self) -> bool:

@@ -245,8 +245,10 @@ class SimulatedGateway:
         caps = {"borrowed": self._scenario.borrowed_max, "dedicated": self._scenario.dedicated_max}
         now_s = self._loop.time()
         for kind, most in caps.items():
+            if most is None:
+                continue
             used = [link for link in self._links if link.worker is not None and self._is_used(link.worker, kind)]
-            if most is not None and sum(now_s - link.opened_s > CAP_S for link in used) > most:
+            if sum(now_s - link.opened_s > CAP_S for link in used) > most:
                 raise Violation(f"{len(used)} {kind} workers are in use, {most} are allowed")
 
     def _is_used(self, worker: PoolWorker, kind: str) -> bool:
@@ -254,16 +256,12 @@ class SimulatedGateway:
         return worker.kind == kind and is_lent and self._running_core().pool.has(worker)
 
     def _check(self) -> None:
-        """Check counts and bounds; runs after every event."""
+        """Check that the counts balance; runs after every event, so its cost must not grow with the world."""
         scheduler = self._running_core().scheduler
         counts = scheduler.counts
         under_way = scheduler.waiting + scheduler.running
         if counts.begun != counts.ended + counts.failed + counts.cancelled + under_way:
             raise Violation(f"the gateway's counts do not balance: {counts}, {under_way} under way")
-        for link in self._links:
-            worker = link.worker
-            if worker is not None and len(worker.placement.attempt_ids) > worker.registration.max_concurrency:
-                raise Violation(f"{link.name} has more turns than its concurrency")
 
     # Agents
 
@@ -328,6 +326,8 @@ class SimulatedGateway:
                 assert worker is not None
                 if not (worker.provisioning.is_wanted and worker.heartbeat.is_offered and worker.heartbeat.gate_open):
                     raise Violation(f"{link.name} gets turn {message.attempt_id}, but must not have any")
+                if len(worker.placement.attempt_ids) > worker.registration.max_concurrency:
+                    raise Violation(f"{link.name} has more turns than its concurrency")
                 self._checker.placed(message.request, message.attempt_id)
                 tokens = len(message.request.partial.token_ids)
                 self._log.record("gateway", f"places {message.attempt_id} on {link.name}, {tokens} tokens known")

@@ -268,3 +268,33 @@ class DedicatedDevice(SimulatedHandle):
     def _end_step(self, now_s: float) -> None:
         assert self._plan is not None
         self.tell(self.engine.step(self._plan), self._plan.features.new_tokens, self._step_s)
+
+
+class CoarseDevice(DedicatedDevice):
+    """A dedicated device for worlds of thousands: `coarseness` steps are one event, and each takes as much longer.
+
+    It plans, batches and samples step by step as any other. Steps are delivered together, at the latest when a turn
+    ends, and commands take effect between two events.
+    """
+
+    def __init__(self, agents_gate: NetworkGate, chance: random.Random, kv_blocks: int, coarseness: int) -> None:
+        super().__init__(agents_gate, chance, kv_blocks)
+        self.slower = float(coarseness)
+        self._coarseness = coarseness
+        self._steps: list[tuple[Sequence[TokenEvent], int, float]] = []
+
+    def _next_step(self, now_s: float) -> float | None:
+        seconds = 0.0
+        while len(self._steps) < self._coarseness and super()._next_step(now_s) is not None:
+            assert self._plan is not None
+            events = self.engine.step(self._plan)
+            self._steps.append((events, self._plan.features.new_tokens, self._step_s))
+            seconds += self._step_s
+            if any(event.finish_reason is not None for event in events):
+                break
+        return seconds if self._steps else None
+
+    def _end_step(self, now_s: float) -> None:
+        steps, self._steps = self._steps, []
+        for step in steps:
+            self.tell(*step)

@@ -24,7 +24,7 @@ from rose.sim.players import Player, SimulatedTrainer
 from rose.sim.scenario import Scenario, SimulatedEpisode
 from rose.sim.simulated_agent import SimulatedAgent
 from rose.sim.simulated_gateway import MODEL, SimulatedGateway
-from rose.sim.simulated_handle import DedicatedDevice, SimulatedHandle
+from rose.sim.simulated_handle import CoarseDevice, DedicatedDevice, SimulatedHandle
 from rose.sim.weight_store import StoreFetcher, WeightStore
 from rose.worker.agent import AgentSettings
 
@@ -139,6 +139,9 @@ class ClusterWorld:
             seed = scenario.seed * 1000 + number
             lending = SimulatedLending(scenario.mode, scenario.traffic, scenario.pages, seed, scenario.trouble_s)
             handle = LentDevice(gate, lending)
+        elif scenario.coarseness > 1:
+            chance = self._chance(f"engine {number}")
+            handle = CoarseDevice(gate, chance, scenario.kv_blocks, scenario.coarseness)
         else:
             handle = DedicatedDevice(gate, self._chance(f"engine {number}"), scenario.kv_blocks)
         settings = AgentSettings(self.gateway.address, "", MODEL, kind, scenario.max_concurrency, name)

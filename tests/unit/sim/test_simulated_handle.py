@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from rose.engines.base import EngineClient, Request, Sampling, TokenEvent
 from rose.engines.token_stream import TokenStream
 from rose.errors import ContextTooLong, RequestRefused, RoseError, Unavailable
 from rose.sim.network import NetworkGate
-from rose.sim.simulated_handle import DedicatedDevice, folder_of
+from rose.sim.simulated_handle import CoarseDevice, DedicatedDevice, folder_of
 
 FACTORY = "tests.integration.scripted_engine:ScriptedEngine.load"
 LONG = 400
@@ -155,8 +156,6 @@ async def in_a_process(script: Script, folder: Path) -> Any:
 
 
 async def simulated(script: Script) -> Any:
-    import random
-
     device = DedicatedDevice(NetworkGate(), random.Random(0), kv_blocks=256)
     running = asyncio.create_task(device.run())
 
@@ -175,3 +174,36 @@ async def simulated(script: Script) -> Any:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_both_engines_report_the_same(script, tmp_path):
     assert run_virtual(simulated(script), VirtualClock()) == asyncio.run(in_a_process(script, tmp_path))
+
+
+def test_a_coarse_device_samples_the_same_tokens_in_fewer_events_and_more_time():
+    async def play(device: DedicatedDevice) -> tuple[list[TokenEvent], int, float]:
+        loop, times_s = asyncio.get_running_loop(), set[float]()
+        device.events.steps.subscribe(lambda stepped: times_s.add(loop.time()))
+        running = asyncio.create_task(device.run())
+        streams = {name: TokenStream() for name in ("a", "b")}
+        for number, (name, stream) in enumerate(streams.items()):
+            sampling = Sampling(max_tokens=20 + number, ignore_eos=True, seed=number)
+            device.submit([Request(name, (3, 4, 5), sampling)], stream)
+        events = [event for stream in streams.values() for event in await whole(stream)]
+        running.cancel()
+        return events, len(times_s), loop.time()
+
+    async def whole(stream: TokenStream) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        while not events or events[-1].finish_reason is None:
+            events += await stream.take(ends=1)
+        return events
+
+    async def fine() -> tuple[list[TokenEvent], int, float]:
+        return await play(DedicatedDevice(NetworkGate(), random.Random(0), kv_blocks=256))
+
+    async def coarse() -> tuple[list[TokenEvent], int, float]:
+        return await play(CoarseDevice(NetworkGate(), random.Random(0), kv_blocks=256, coarseness=8))
+
+    (tokens, times, seconds), (tokens_coarse, times_coarse, seconds_coarse) = (
+        run_virtual(run(), VirtualClock()) for run in (fine, coarse)
+    )
+    assert tokens_coarse == tokens
+    assert times_coarse < times / 4
+    assert 7 < seconds_coarse / seconds < 9

@@ -99,6 +99,16 @@ def test_weights_on_ray_equal_those_of_one_machine_bit_for_bit(tmp_path, hidden,
     assert len(secrets) >= 6 and holders <= {"weights.secret"}, "no secret is in a log, of Ray neither"
 
 
+def test_two_ranks_beside_the_run_on_ray_learn_as_on_one_machine(tmp_path, hidden, model, runs, nodes):
+    runs.append(Run(tmp_path, model, "train.ranks=2"))
+    here = learnt(runs[0])
+    run = started(runs, nodes, hidden / "ranks", model, "train.ranks=2")
+    assert learnt(run) == here and len(here) == 2
+    check_weights(run, {"borrowed", "dedicated"})
+    assert (run.folder / "logs" / "rank-1.log").exists()
+    assert nodes.of_rose() == {} and run.processes() == {}
+
+
 @pytest.mark.parametrize("role", ["dedicated", "borrowed"])
 def test_a_killed_node_loses_no_trajectory_and_leaves_no_orphan(hidden, model, runs, nodes, role):
     steps = 40

@@ -157,6 +157,11 @@ def dedicated(rollout: Path, settings: RunSettings, placement: Placement, gatewa
     return Command(DEDICATED, roses(*arguments), TRAINER_NICENESS, cores, patterns, is_kept=True, secrets=FOR_WORKER)
 
 
+def is_rank(command: Command) -> bool:
+    """Return whether a command is that of one of the trainer's other ranks."""
+    return command.role.startswith(RANK)
+
+
 def trainer_ranks(settings: RunSettings, placement: Placement, meeting: Path, secret: bytes) -> list[Command]:
     """Return the specs of the trainer's other ranks; none if torchrun has started them."""
     if rank_of_torchrun(settings.train.ranks) is not None:

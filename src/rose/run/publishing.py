@@ -77,7 +77,8 @@ class Publishing:
         return self._publisher.epoch
 
     def address_for_ranks(self) -> RelayAddress:
-        return RelayAddress(self.address, self.run, self._settings, str(self._secret_file.resolve()))
+        relay = _absolute(str(self._folder)) if self.is_own else self.address  # not the server before the folder
+        return RelayAddress(relay, self.run, self._settings, str(self._secret_file.resolve()))
 
     def publish(self, version: int) -> PublishedVersion:
         """Publish a version, and return once workers can fetch it; full snapshots and cleaning up go on meanwhile."""

@@ -24,7 +24,7 @@ import msgspec
 from rose.device.supervision import settle, supervise
 from rose.errors import RoseError, Unavailable
 from rose.run import process_specs
-from rose.run.process_site import LocalProcesses, ProcessEvents
+from rose.run.process_site import LocalProcesses, ProcessEvents, StartedProcess
 from rose.run.processes import LOG_BYTES_MAX, START_S_MAX, Command, Died, OnJson, check_command_line
 from rose.run.publishing import Publishing
 from rose.run.ray_placement import ROLE_OF, models_of
@@ -66,14 +66,17 @@ class RayProcesses:
         self._group, self._roles, self._logs, self._secrets, self._events = group, roles, logs, secrets, events
         self._supervised: dict[str, SupervisedProcess] = {}
         self._ended_cpu_s: dict[str, float] = {}
-        self._beside: LocalProcesses | None = None  # the relay
+        self._beside: LocalProcesses | None = None  # the relay, and the trainer's other ranks
         logs.mkdir(parents=True, exist_ok=True)
 
     async def prepare(self) -> None:
         """Do nothing: what Ray starts inherits nothing of this process."""
 
-    async def start(self, command: Command, on_json: OnJson | None = None) -> SupervisedProcess:
+    async def start(self, command: Command, on_json: OnJson | None = None) -> StartedProcess:
         check_command_line(command, self._secrets)
+        if process_specs.is_rank(command):  # beside rank 0, which is the run itself
+            beside = await self._processes_beside(self._secrets)
+            return await beside.start(command, on_json)
         log = self._logs / f"{command.role}.log"
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         actor, file = self._make_actor(command), RotatingFile(log, LOG_BYTES_MAX)
@@ -100,11 +103,17 @@ class RayProcesses:
             return
         import ray
 
-        self._beside = LocalProcesses(self._logs, publishing.variables_of_relay, self._events.on_death)
-        self._beside.failed.add_done_callback(lambda done: settle(self.failed, done.result()))
-        await self._beside.prepare()
+        beside = await self._processes_beside(publishing.variables_of_relay)
         command = process_specs.relay(publishing.address, ray.util.get_node_ip_address())
-        publishing.address = (await self._beside.start(command)).captured["url"]
+        publishing.address = (await beside.start(command)).captured["url"]
+
+    async def _processes_beside(self, secrets: Mapping[str, str]) -> LocalProcesses:
+        """Return the processes on the machine of the run itself; the first call gives them their secrets."""
+        if self._beside is None:
+            self._beside = LocalProcesses(self._logs, secrets, self._events.on_death)
+            self._beside.failed.add_done_callback(lambda done: settle(self.failed, done.result()))
+            await self._beside.prepare()
+        return self._beside
 
     async def close(self) -> None:
         stopping, self._supervised = list(self._supervised.values()), {}
@@ -152,7 +161,10 @@ class RayProcesses:
                     self._events.say(f"{_place(it)} does not answer; Ray starts it elsewhere if its node is lost")
                 await asyncio.sleep(AGAIN_S)
         if it.command.role == process_specs.GATEWAY and it.hello is not None:
-            why, hint = f"{_place(it)} is lost with its ledger", "rose run --resume goes on from the newest checkpoint"
+            why = f"{_place(it)} is lost with its ledger"
+            hint = (
+                f"`rose run --resume {self._logs.parent}` goes on from its newest checkpoint, on other nodes"
+            )
         else:
             why, hint = f"Ray has given up the supervisor of {_place(it)}", "see the logs of Ray on that node"
         settle(self.failed, Unavailable(why, hint=hint))

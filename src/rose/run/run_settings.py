@@ -225,9 +225,6 @@ def check_run(settings: RunSettings) -> None:
     if settings.cluster.kind == "ray" and "vllm" in (settings.serving.engine, settings.worker.engine):
         what = "the devices of a run on Ray have the embedded engine"
         raise ConfigError(what, hint="start vLLM devices yourself, and let them join a gateway: docs/vllm.md")
-    if settings.cluster.kind == "ray" and settings.train.ranks > 1:
-        what = f"a run on Ray has its trainer in one process, and train.ranks is {settings.train.ranks}"
-        raise ConfigError(what, hint="use train.ranks=1, or --on local")
     if settings.compare and not (settings.serving.is_borrowed and settings.worker.is_used):
         what = "a comparison is between a dedicated worker alone and the same with a borrowed device; both are needed"
         _refuse(what, "worker.is_used=true and serving.is_borrowed=true")

@@ -31,6 +31,8 @@ USERS = (
 )
 PATTERNS = {"url": r"ready at (http://\S+)"}
 
+RANK_THAT_ENDS = "import sys, time; print('in place', flush=True); time.sleep(0.5); sys.exit(3)"
+
 
 class RayError(Exception):
     pass
@@ -143,7 +145,21 @@ def test_a_run_ends_with_its_gateway(tmp_path: Path) -> None:
         return error
 
     error = asyncio.run(story())
-    assert "gateway on 127.0.0.1 is lost with its ledger" in error.what and "--resume" in str(error)
+    assert "gateway on 127.0.0.1 is lost with its ledger" in error.what
+    assert f"rose run --resume {tmp_path}` goes on from its newest checkpoint" in str(error)
+
+
+def test_ranks_of_the_trainer_run_beside_the_run_and_end_it(tmp_path: Path) -> None:
+    async def story() -> Unavailable:
+        processes = OnStandIn(tmp_path / "logs", ProcessEvents(lambda died: None, print, print))
+        await processes.start(Command("rank-1", ("-c", RANK_THAT_ENDS), patterns={"up": "(in place)"}))
+        assert processes.actors == {}, "no node of the cluster has it"
+        async with asyncio.timeout(60):
+            error = await processes.failed
+        await processes.close()
+        return error
+
+    assert "rank-1" in asyncio.run(story()).what
 
 
 def test_what_cannot_start_on_a_node_ends_the_run_with_its_words(tmp_path: Path) -> None:

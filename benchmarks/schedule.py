@@ -30,7 +30,7 @@ from typing import Any
 import harness
 from scheduling import traffic, trajectories
 from scheduling.baselines import ROUTERS, make_router
-from scheduling.figures import lower_bound_s, row_of
+from scheduling.figures import row_of
 from scheduling.trajectories import Source
 
 from rose.config.server_settings import GatewaySettings
@@ -38,6 +38,7 @@ from rose.core.slo import Budgets
 from rose.engines.profiles import StepProfile, load_profile
 from rose.sim.batch_cluster import BatchCluster, PlannedTrajectory
 from rose.sim.lent_timeline import LentTimeline, SaturatedDevice, saturated_requests_per_s
+from rose.sim.routing_bound import lower_bound_s
 
 GROUP = 16
 LOAD = 0.2  # of what serving alone can do; the paper's trace has 18.9 % of compute

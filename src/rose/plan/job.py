@@ -24,13 +24,13 @@ from rose.bounds import UNREADABLE, Count, Label, NonNegative, Seconds, Share, T
 from rose.errors import ConfigError
 from rose.plan.fleet import Fleet
 from rose.sim.batch_cluster import PlannedTrajectory, PlannedTurn
+from rose.sim.step_costs import sync_s, training_s
 
 TASKS_FILE = Path(__file__).parent / "tasks.json"
 PLACES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)  # of the quantiles in the file
 TURNS_MAX = 200
 BATCH_MAX = 65_536
 TURNS_OF_STEP_MAX = 250_000  # more take minutes to simulate, many times
-SYNC_COPIES = 2  # a version goes to the relay, then to the workers
 
 Quantiles = Annotated[tuple[NonNegative, ...], Meta(min_length=len(PLACES), max_length=len(PLACES))]
 Positive = Annotated[float, Meta(gt=0, le=1e6)]
@@ -145,13 +145,12 @@ def job_on(fleet: Fleet, inputs: JobInputs, seed: int) -> RlJob:
     if inputs.train_s is not None:
         train_s = inputs.train_s
     elif fleet.train_devices:
-        train_s = 6 * parameters * tokens / (fleet.train_devices * fleet.accelerator.compute_flops * inputs.mfu)
+        train_s = training_s(parameters, tokens, fleet.train_devices, fleet.accelerator.compute_flops, inputs.mfu)
     else:
         what = "without --train-gpus the time of a training step is not known"
         raise ConfigError(what, hint="give --train-gpus, or the seconds: --job ...,train_s=120")
     sync_bytes = int(fleet.rollout_weights_bytes * inputs.delta)
-    sync_s = SYNC_COPIES * sync_bytes * 8 / (inputs.link_gbps * 1e9)
-    return RlJob(inputs, task, tuple(drawn), train_s, sync_s, sync_bytes)
+    return RlJob(inputs, task, tuple(drawn), train_s, sync_s(sync_bytes, inputs.link_gbps), sync_bytes)
 
 
 def draw(task: TaskLengths, inputs: JobInputs, context_tokens: int, seed: int) -> list[PlannedTrajectory]:

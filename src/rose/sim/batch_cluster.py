@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from rose.core.provision import Borrow, Demand, DeviceView, Provision, ProvisionRules, Return
+from rose.core.provision import Borrow, Cycle, Demand, DeviceView, Provision, ProvisionRules, Return
 from rose.core.router import Router
-from rose.core.routing_rules import Place, TurnView
+from rose.core.routing_rules import Outcome, Place, TurnView
 from rose.core.stalls import ObservedStall, Pacer
 from rose.core.worker_table import WorkerView
 from rose.engines.profiles import StepProfile
 from rose.sim.batch_worker import BatchTurn, BatchWorker
 from rose.sim.lent_timeline import BIN_S, SEQUENCES, LentTimeline
+from rose.sim.supply_terms import SupplyTerms
 
 HEARTBEAT_S = 1.0
 MAX_TOKENS = 4096  # `max_tokens` of every turn
-ACTIVATION_S = 5.0  # to load a rollout model from host memory; the paper's figure for 32B
 SLACK_MIN_S = 0.02  # a bin that lent less has no slack
 UNCACHED_RANK = 1e11  # of a turn without a cached prefix: if one finds no memory, no other does
 TRIES = 64  # waiting turns examined in a row that find no worker
@@ -98,24 +98,42 @@ class BatchResult:
     idle_s: float = 0.0
     usable_s: float = 0.0
     borrowed_s: float = 0.0
+    output_tokens: int = 0  # of turns that ended
+
+
+class Feed:
+    """Decides which trajectories join a running batch and when it is over; this one plays what was given at first."""
+
+    def on_finished(self, trajectory: PlannedTrajectory) -> Sequence[PlannedTrajectory]:
+        """Return the trajectories to begin now that this one has finished."""
+        return ()
+
+    def is_over(self, left: int) -> bool:
+        """Return whether the batch is complete with `left` trajectories unfinished."""
+        return left == 0
 
 
 class BatchCluster:
     """The workers and the turns; `run` returns the result.
 
     With `tries_every_arrival` a new turn is tried even if an earlier one found no worker: the router's rule gives each
-    trajectory a worker of its own.
+    trajectory a worker of its own. Virtual time begins at `start_s`; a router may be used again after `close`.
     """
 
     def __init__(
         self, router: Router, profile: StepProfile, dedicated: int, timelines: Sequence[LentTimeline],
         trajectories: Sequence[PlannedTrajectory], *, tries_every_arrival: bool = False,
+        terms: SupplyTerms | None = None, feed: Feed | None = None, start_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.router, self.pacer, self._tries_every_arrival = router, Pacer(), tries_every_arrival
-        self.provision = Provision(ProvisionRules(serving_max=len(timelines)))
         self.profile, self.timelines = profile, timelines
         self.result = BatchResult()
-        self.now_s = 0.0
+        self.terms, self._feed = terms or SupplyTerms(), feed or Feed()
+        idle_s = math.inf if self.terms.is_kept else ProvisionRules().idle_s
+        self.provision = Provision(ProvisionRules(serving_max=len(timelines), idle_s=idle_s))
+        self.now_s = self.start_s = start_s
+        self.cycles: dict[str, Cycle] = {}  # of devices that are borrowed now
+        self.past_cycles: list[Cycle] = []
         self.workers: dict[str, BatchWorker] = {}
         self._turns: dict[str, PendingTurn] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -125,16 +143,27 @@ class BatchCluster:
         self._active_from_s: dict[str, float] = {}
         self._stalls: dict[str, ObservedStall] = {}
         self._is_stuck = False
-        self._left = len(trajectories)
+        self._left = 0
         for number in range(dedicated):
-            self._join(BatchWorker(f"dedicated-{number:03}", profile, None))
-        self._progresses = [TrajectoryProgress(trajectory) for trajectory in trajectories]
-        for progress in self._progresses:
-            self._at(0.0, partial(self._arrive, progress))
-        self._at(0.0, self._heartbeat)
+            self._join(BatchWorker(f"dedicated-{number:03}", profile, None, start_s))
+        self._progresses: list[TrajectoryProgress] = []
+        self.add(trajectories)
+        if self.terms.is_kept and start_s > 0:
+            for number in range(len(timelines)):
+                if self.terms.is_on_offer(number, start_s):
+                    self._borrow(f"borrowed-{number:03}", "kept from the step before", 0.0)
+        self._at(start_s, self._heartbeat)
+
+    def add(self, trajectories: Sequence[PlannedTrajectory]) -> None:
+        """Begin these trajectories now."""
+        self._left += len(trajectories)
+        begun = [TrajectoryProgress(trajectory) for trajectory in trajectories]
+        self._progresses += begun
+        for progress in begun:
+            self._at(self.now_s, partial(self._arrive, progress))
 
     def run(self) -> BatchResult:
-        while self._left:
+        while not self._feed.is_over(self._left):
             self.now_s, _, event = heapq.heappop(self._events)
             event()
         return self._sum_up()
@@ -197,14 +226,27 @@ class BatchCluster:
         self.router.on_placed(pending.turn_id, view, name, self.now_s)
         self._advance(worker)
         trajectory = pending.progress.trajectory.name
-        worker.add(BatchTurn(pending.turn_id, trajectory, pending.prompt_tokens, pending.output_tokens))
+        running = BatchTurn(pending.turn_id, trajectory, pending.prompt_tokens, pending.output_tokens)
+        if worker.timeline is not None and self.terms.cold_start_s:
+            worker.reserve(running)
+            self._at(self.now_s + self.terms.cold_start_s, partial(self._begin, worker, running))
+            return
+        worker.add(running)
         self._schedule(worker)
+
+    def _begin(self, worker: BatchWorker, running: BatchTurn) -> None:
+        """Begin a turn after its cold start, unless it was taken away meanwhile."""
+        if running.is_on_worker:
+            self._advance(worker)
+            worker.add(running)
+            self._schedule(worker)
 
     def _finish_turn(self, running: BatchTurn) -> None:
         pending = self._turns.pop(running.turn_id)
         progress, result = pending.progress, self.result
         self._count_prompt(pending, running)
         progress.context_tokens = running.tokens
+        result.output_tokens += running.output_tokens
         result.turn_s.append(self.now_s - pending.arrival_s)
         self.router.on_ended(running.turn_id, "ended", running.output_tokens, self.now_s)
         trajectory = progress.trajectory
@@ -216,13 +258,14 @@ class BatchCluster:
             self._left -= 1
             progress.end_s = self.now_s
             self.router.on_finished(trajectory.name, trajectory.group, progress.turn, trajectory.output_tokens)
+            self.add(self._feed.on_finished(trajectory))
 
     def _count_prompt(self, pending: PendingTurn, running: BatchTurn) -> None:
         self.result.prompt_tokens += running.prompt_tokens
         self.result.cached_tokens += running.cached_tokens
         self.result.known_tokens += min(pending.progress.context_tokens, running.prompt_tokens - 1)
 
-    def _evict(self, turn_ids: Sequence[str]) -> None:
+    def _evict(self, turn_ids: Sequence[str], outcome: Outcome = "evicted") -> None:
         for turn_id in turn_ids:
             pending = self._turns.pop(turn_id)
             worker = pending.worker
@@ -234,7 +277,7 @@ class BatchCluster:
                 pending.progress.context_tokens = max(
                     pending.progress.context_tokens, pending.prompt_tokens + generated
                 )
-            self.router.on_ended(turn_id, "evicted", generated, self.now_s)
+            self.router.on_ended(turn_id, outcome, generated, self.now_s)
             pending.prompt_tokens += generated
             pending.output_tokens -= generated
             pending.worker, pending.is_rerouted = None, True
@@ -328,8 +371,7 @@ class BatchCluster:
         devices = [self._device(number) for number in range(len(self.timelines))]
         for decision in self.provision.decide(demand, devices, self.now_s):
             if isinstance(decision, Borrow):
-                self._active_from_s[decision.name] = self.now_s + ACTIVATION_S
-                self._at(self.now_s + ACTIVATION_S, partial(self._activate, decision.name))
+                self._borrow(decision.name, decision.reason, self.terms.activation_s)
             elif isinstance(decision, Return):
                 self._give_back(decision.name)
 
@@ -339,9 +381,15 @@ class BatchCluster:
         at = timeline.bin_at(self.now_s)
         kv_use = 1 - timeline.kv_tokens[at] / max(timeline.kv_tokens)
         return DeviceView(
-            name, name in self._active_from_s, True, kv_use, timeline.shares[at] * BIN_S, 0.0, ACTIVATION_S,
+            name, name in self._active_from_s, self.terms.is_on_offer(number, self.now_s), kv_use,
+            timeline.shares[at] * BIN_S, 0.0, self.terms.activation_s,
             len(worker.turns) if worker is not None else 0,
         )  # fmt: skip
+
+    def _borrow(self, name: str, reason: str, activation_s: float) -> None:
+        self._active_from_s[name] = self.now_s + activation_s
+        self.cycles[name] = Cycle(0, name, self.now_s, self.now_s, reason)
+        self._at(self.now_s + activation_s, partial(self._activate, name))
 
     def _activate(self, name: str) -> None:
         if name not in self._active_from_s or name in self.workers:
@@ -349,11 +397,14 @@ class BatchCluster:
         timeline = self.timelines[int(name.split("-")[1])]
         worker = BatchWorker(name, self.profile, timeline, self.now_s)
         worker.kv_tokens = timeline.kv_tokens[timeline.bin_at(self.now_s)]
+        self.cycles[name].usable_s = self.now_s
         self._join(worker)
         self._place()
 
     def _give_back(self, name: str) -> None:
-        since_s = self._active_from_s.pop(name)
+        since_s, cycle = self._active_from_s.pop(name), self.cycles.pop(name)
+        cycle.returned_s = cycle.released_s = self.now_s
+        self.past_cycles.append(cycle)
         worker = self.workers.get(name)
         if worker is None:
             return
@@ -380,6 +431,17 @@ class BatchCluster:
         for worker in self.workers.values():
             worker.advance(self.now_s)
             self._account(worker, worker.active_from_s)
-        self.result.completion_s = self.now_s
-        self.result.end_s = sorted(progress.end_s for progress in self._progresses)
+        self.result.completion_s = self.now_s - self.start_s
+        ends_s = (progress.end_s - self.start_s for progress in self._progresses)
+        self.result.end_s = sorted(end_s for end_s in ends_s if not math.isnan(end_s))
         return self.result
+
+    def close(self) -> None:
+        """Cancel what still runs and remove all workers, so that the router can serve another batch."""
+        for worker in list(self.workers.values()):
+            self._evict(list(worker.turns), "cancelled")
+            self.router.remove_worker(worker.name)
+        for progress in self._progresses:
+            if math.isnan(progress.end_s):
+                self.router.on_finished(progress.trajectory.name, progress.trajectory.group, 0, 0)
+        self.past_cycles += self.cycles.values()

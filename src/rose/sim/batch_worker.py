@@ -58,6 +58,7 @@ class BatchWorker:
         self._prompts: deque[BatchTurn] = deque()
         self._left_tokens = 0.0
         self._decoding: list[tuple[float, int, BatchTurn]] = []
+        self._starting: set[str] = set()
         self._decodes = 0
         self._context_tokens = 0.0
         self._held_tokens = 0
@@ -140,7 +141,23 @@ class BatchWorker:
 
     # Turns
 
+    def reserve(self, running: BatchTurn) -> None:
+        """Hold a turn that is not ready to run; `add` begins it."""
+        self.turns[running.turn_id] = running
+        self._starting.add(running.turn_id)
+
+    def swap_weights(self, pause_s: float) -> None:
+        """Stand still for `pause_s`, drop the prefix cache, and compute the contexts of all running turns again."""
+        self._cache.clear()
+        self._cache_tokens = 0
+        tokens = int(self._context_tokens)
+        depth = tokens // max(1, self._decodes) // 2
+        steps = tokens / STEP_TOKENS
+        features = StepFeatures(STEP_TOKENS, depth + STEP_TOKENS, STEP_TOKENS * depth, 1)
+        self._own_s += pause_s + steps * self.profile.step_s(features)
+
     def add(self, running: BatchTurn) -> None:
+        self._starting.discard(running.turn_id)
         self.turns[running.turn_id] = running
         self._queue.append(running)
         self._admit()
@@ -148,8 +165,11 @@ class BatchWorker:
     def evict(self, turn_id: str) -> int:
         """Remove a turn and return how many output tokens it has generated."""
         running = self.turns[turn_id]
-        if running in self._queue:
-            self._queue.remove(running)
+        if turn_id in self._starting or running in self._queue:
+            if turn_id in self._starting:
+                self._starting.remove(turn_id)
+            else:
+                self._queue.remove(running)
             running.is_on_worker = False
             del self.turns[turn_id]
             return 0
@@ -170,7 +190,9 @@ class BatchWorker:
         """Set the KV limit and return the turns to evict, those with the least computed prompt first."""
         self.kv_tokens = kv_tokens
         over, evicted = self._held_tokens - kv_tokens, []
-        running = [turn for turn in self.turns.values() if turn not in self._queue]
+        running = [
+            turn for turn in self.turns.values() if turn.turn_id not in self._starting and turn not in self._queue
+        ]
         for turn in sorted(running, key=lambda turn: (turn.prompt_tokens - turn.left_tokens, turn.turn_id)):
             if over <= 0:
                 break

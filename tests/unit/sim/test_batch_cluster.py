@@ -6,8 +6,9 @@ import pytest
 
 from rose.core.router import Router
 from rose.engines.profiles import load_profile
-from rose.sim.batch_cluster import ACTIVATION_S, BatchCluster, PlannedTrajectory, PlannedTurn
+from rose.sim.batch_cluster import BatchCluster, PlannedTrajectory, PlannedTurn
 from rose.sim.lent_timeline import LentTimeline
+from rose.sim.supply_terms import ACTIVATION_S
 
 PROFILE = load_profile("h800-qwen3-8b")
 TIMELINE = LentTimeline((1.0,) * 8, (200_000,) * 8, (None,) * 8, 1.0, 1, tuple(0.25 * edge for edge in range(9)))

@@ -1,8 +1,10 @@
 """The paper's end-to-end table by the simulator of whole jobs: every competitor as a policy of the same simulator.
 
 Set-ups, workload and constants are in `reproduction/setups.py`, each stated once; none is tuned to a cell. Every cell
-is a ratio within a seed, with its mean and 95 % interval over three seeds. Nothing here was measured on a GPU. The 32B
-set-up is played at a quarter of its size (trainers, workers and groups). Without --data a seeded generator stands in
+is a ratio within a seed, with its mean and 95 % interval over three seeds. Nothing here was measured on a GPU. Both
+set-ups are played in part, the 8B one at half and the 32B one at a quarter of its size: trainers, workers and groups in
+the same proportion (`--whole` for all). A seed plays one step of GRPO, the first and the last of DAPO, and two steps of
+an asynchronous job after two that do not count. Without --data a seeded generator stands in
 for the recorded serving traffic, and `traffic` in the JSON says so.
 
     python benchmarks/paper.py --data FOLDER --json FILE       or set ROSE_DATA
@@ -11,9 +13,9 @@ for the recorded serving traffic, and `traffic` in the JSON says so.
 from __future__ import annotations
 
 import os
-import random
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import harness
@@ -28,20 +30,23 @@ from reproduction.comparison import (
     job_rows,
     sharing_rows,
 )
+from reproduction.competitors import Competitor
 from reproduction.setups import PaperSetup
 from reproduction.sharing import Shared
-from scheduling import traffic
+from scheduling import traffic, trajectories
+from scheduling.trajectories import Source
 
-from rose.sim.routing_bound import alone_s
+from rose.sim.prompt_difficulty import PromptSource
+from rose.sim.routing_bound import alone_s, clairvoyant_s
 
 SEEDS, QUICK_SEEDS = 3, 2
-STEPS, QUICK_STEPS = 2, 1
-DEVICES, SPAN_S = 2, 130.0  # per seed and way of sharing; distinct ones, the others are the same at another time
+STEPS, QUICK_STEPS = 1, 1
+DEVICES, SPAN_S = 1, 150.0  # per seed and way of sharing; distinct ones, the others are the same at another time
 QUICK_DEVICES, QUICK_SPAN_S = 1, 90.0
-LONGEST_OF = 64  # groups, to find the longest trajectory
 ALLOCATION_MAX = 0.003
+RECORDED = ("ROLL GRPO, fixed pool", "paper's rules 1.0 GRPO", "ours GRPO")  # played with recorded agents too
 TABLE = ("setup", "against", "paper_figure", "paper_rules", "paper_rules_low", "paper_rules_high", "ours", "ours_low",
-         "ours_high", "ours_over_paper_rules", "longest_share")  # fmt: skip
+         "ours_high", "ours_over_paper_rules", "longest_share", "over_bound")  # fmt: skip
 SHARED = ("setup", "way", "requests", "lent_share", "ttft_p99_ms", "tpot_p99_ms", "attainment")
 JOBS = ("setup", "competitor", "trained_per_s", "rollout_s", "train_s", "rollout_share", "allocation_share",
         "demand_ratio", "evictions")  # fmt: skip
@@ -51,31 +56,52 @@ def options() -> Any:
     parser = harness.parser(__doc__ or "")
     data = os.environ.get("ROSE_DATA")
     parser.add_argument("--data", type=Path, default=Path(data) if data else None, help="folder of recorded data")
+    parser.add_argument("--whole", action="store_true", help="play the set-ups at their full size")
     parser.add_argument("--setups", nargs="+", choices=["8b", "32b"], default=["8b", "32b"])
     return parser.parse_args()
 
 
-def measure(setup: PaperSetup, trace: traffic.Trace, arguments: Any) -> SetupRuns:
-    is_quick, runs = arguments.quick, SetupRuns({}, {}, [])
+def measure(setup: PaperSetup, trace: traffic.Trace, arguments: Any, recorded: Source | None = None) -> SetupRuns:
+    """Play all competitors, or with recorded agents those of `RECORDED`."""
+    is_quick, runs = arguments.quick, SetupRuns({}, {}, [], [])
     steps, seeds = (QUICK_STEPS, QUICK_SEEDS) if is_quick else (STEPS, SEEDS)
-    devices, span_s = (QUICK_DEVICES, QUICK_SPAN_S) if is_quick else (DEVICES, SPAN_S)
+    played = [one for one in competitors.COMPETITORS if recorded is None or one.name in RECORDED]
+    steps = steps if recorded is None else 1
     rate = sharing.rate_of(setup, trace)
     for seed in range(arguments.seed, arguments.seed + seeds):
-        shared: dict[str, Shared] = {}
-        for way in ("alone", *sharing.WAYS):
-            shared[way] = sharing.share(setup, way, trace, rate, devices, span_s, seed)
-            runs.shared.setdefault(way, []).append(shared[way])
-        for competitor in competitors.COMPETITORS:
+        shared = share_devices(setup, trace, rate, is_quick=is_quick, only=played if recorded else None, seed=seed)
+        for way, found in shared.items():
+            runs.shared.setdefault(way, []).append(found)
+        for competitor in played:
             begin_s = time.perf_counter()
-            found = competitors.run(competitor, setup, shared, setups.prompts(setup, seed), steps, seed)
-            runs.jobs.setdefault(competitor.name, []).append(found)
+            figures = competitors.run(competitor, setup, shared, prompts_of(setup, recorded, seed), steps, seed)
+            runs.jobs.setdefault(competitor.name, []).append(figures)
             seconds = time.perf_counter() - begin_s
-            print(f"{setup.name}, seed {seed}, {competitor.name}: {found.trained_per_s:.3f} trajectories/s, rollouts "
-                  f"{found.rollout_s:.0f} s ({seconds:.0f} s)", flush=True)  # fmt: skip
-        groups = (setups.tail_group(f"{number}", random.Random(seed * LONGEST_OF + number))
-                  for number in range(setup.groups))  # fmt: skip
-        runs.longest_s.append(max(alone_s(setup.rollout, one.turns) for group in groups for one in group))
+            print(f"{setup.name}, seed {seed}, {competitor.name}: {figures.trained_per_s:.3f} trajectories/s, rollouts "
+                  f"{figures.rollout_s:.0f} s ({seconds:.0f} s)", flush=True)  # fmt: skip
+        source = prompts_of(setup, recorded, seed)
+        groups = [[source.group(step) for _ in range(setup.groups)] for step in range(steps)]
+        batches = [[one for group in drawn for one in group.trajectories] for drawn in groups]
+        lines = sharing.spread(shared["decode"].timelines, setup.borrowed)
+        runs.longest_s.append(fmean(max(alone_s(setup.rollout, one.turns) for one in batch) for batch in batches))
+        bounds_s = (clairvoyant_s(setup.rollout, setup.dedicated, lines, batch) for batch in batches)
+        runs.bound_s.append(fmean(bounds_s))
     return runs
+
+
+def share_devices(
+    setup: PaperSetup, trace: traffic.Trace, rate: float, *, is_quick: bool, only: list[Competitor] | None, seed: int
+) -> dict[str, Shared]:
+    devices, span_s = (QUICK_DEVICES, QUICK_SPAN_S) if is_quick else (DEVICES, SPAN_S)
+    wanted = None if only is None else {competitor.supply for competitor in only}
+    ways = [way for way in sharing.WAYS if wanted is None or way in wanted]
+    return {way: sharing.share(setup, way, trace, rate, devices, span_s, seed) for way in ("alone", *ways)}
+
+
+def prompts_of(setup: PaperSetup, recorded: Source | None, seed: int) -> PromptSource:
+    if recorded is None:
+        return setups.prompts(setup, seed)
+    return setups.recorded_prompts(recorded, setup, seed)
 
 
 def bars(cells: list[dict[str, Any]], shared: list[dict[str, Any]], jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -118,18 +144,25 @@ def main() -> int:
     begun, begin_s = harness.machine(), time.monotonic()
     trace = traffic.load(arguments.data, arguments.seed)
     print(trace.what, flush=True)
+    agents = trajectories.load(trajectories.FILES[0], arguments.data, arguments.seed)
     cells, shared, jobs = [], [], []
-    for setup in [one for one in setups.setups() if one.name in arguments.setups]:
+    played = setups.SETUPS if arguments.whole else setups.shrunk_setups()
+    for setup in [one for one in played if one.name in arguments.setups]:
         runs = measure(setup, trace, arguments)
         cells += [cell_row(cell, setup.name, runs) for cell in CELLS]
         shared += sharing_rows(setup.name, runs)
         jobs += job_rows(setup.name, runs)
+        if setup.name == "8b":
+            name = f"{setup.name}, {agents.what}"
+            runs = measure(setup, trace, arguments, agents)
+            cells += [cell_row(CELLS[0], name, runs)]
+            jobs += job_rows(name, runs)
     for rows, columns in ((cells, TABLE), (shared, SHARED), (jobs, JOBS)):
         print()
         harness.print_table(rows, columns)
     spent = {"seconds": round(time.monotonic() - begin_s), "cpu_seconds": round(time.process_time())}
     notes = {"traffic": trace.what, "constants": constants(), "sharing": shared, "jobs": jobs,
-             "shrunk_by": {one.name: one.shrunk_by for one in setups.setups()}, **spent}  # fmt: skip
+             "shrunk_by": {one.name: one.shrunk_by for one in played}, **spent}  # fmt: skip
     print(f"\n{spent['seconds']} s, of them {spent['cpu_seconds']} s of the processor")
     return harness.finish(arguments, "paper", cells, bars(cells, shared, jobs), begun, **notes)
 

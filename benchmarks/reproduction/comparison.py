@@ -23,7 +23,8 @@ class SetupRuns:
 
     jobs: dict[str, list[Figures]]
     shared: dict[str, list[Shared]]
-    longest_s: list[float]  # of a trajectory alone
+    longest_s: list[float]  # of the longest trajectory alone, by seed, as a mean over the steps of GRPO
+    bound_s: list[float]  # that no router beats, with the devices as ours lends them
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,12 @@ def cell_row(cell: Cell, setup: str, runs: SetupRuns) -> dict[str, Any]:
     paper, ours = ratios(cell.paper), ratios(cell.ours)
     direct = [mine / theirs for mine, theirs in zip(ours, paper, strict=True)]
     longest = fmean(runs.longest_s) / fmean(one.rollout_s for one in runs.jobs[cell.ours])
-    row = {"setup": setup, "against": cell.what, "paper_figure": cell.published[setup]}
+    row = {"setup": setup, "against": cell.what, "paper_figure": cell.published.get(setup)}
     row |= _named("paper_rules", paper) | _named("ours", ours) | _named("ours_over_paper_rules", direct)
-    return row | {"longest_share": round(longest, 2)}
+    row["longest_share"] = round(longest, 2)
+    if cell.ours == "ours GRPO":
+        row["over_bound"] = round(fmean(one.rollout_s for one in runs.jobs[cell.ours]) / fmean(runs.bound_s), 2)
+    return row
 
 
 def _named(name: str, values: Sequence[float]) -> dict[str, float]:

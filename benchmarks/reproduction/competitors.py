@@ -72,7 +72,7 @@ def run(
 ) -> Figures:
     """Play a job of so many steps; those of DAPO are spread over the whole job."""
     is_asynchronous = competitor.algorithm == "asynchronous"
-    steps += {"grpo": 0, "dapo": DAPO_MORE_STEPS, "asynchronous": ASYNC_WARM_STEPS}[competitor.algorithm]
+    steps += {"grpo": 0, "dapo": DAPO_MORE_STEPS, "asynchronous": ASYNC_WARM_STEPS + 1}[competitor.algorithm]
     stride = (setup.dapo_steps - 1) // (steps - 1) if competitor.algorithm == "dapo" else 1
     shape = JobShape(competitor.algorithm, setup.groups, steps, setup.dedicated, stride, STALENESS_MAX)
     patience_s = GatewaySettings().gated_s

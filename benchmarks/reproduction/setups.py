@@ -8,7 +8,6 @@ So turns have these quantiles: three quarters of them up to 15 of 50, the median
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from scheduling.trajectories import Source
@@ -77,14 +76,21 @@ class PaperSetup:
         return MODELS[self.model].weights_bytes / (self.rollout.tensor_parallel * RELOAD_BYTES_S)
 
 
-def setups() -> tuple[PaperSetup, ...]:
-    load = load_profile
-    return (
-        PaperSetup("8b", load("h800-qwen2.5-7b"), load("h800-qwen3-8b"), Budgets(0.5, 0.15), "qwen3-8b", 8, 16, 8, 16,
-                   50),
-        PaperSetup("32b", load("h800-qwen2.5-32b"), load("h800-qwen3-32b"), Budgets(1.0, 0.45), "qwen3-32b", 4, 16, 32,
-                   64, 25).shrunk(4),
-    )  # fmt: skip
+SETUPS = (
+    PaperSetup(
+        "8b", load_profile("h800-qwen2.5-7b"), load_profile("h800-qwen3-8b"), Budgets(0.5, 0.15), "qwen3-8b", 8, 16, 8,
+        16, 50,
+    ),
+    PaperSetup(
+        "32b", load_profile("h800-qwen2.5-32b"), load_profile("h800-qwen3-32b"), Budgets(1.0, 0.45), "qwen3-32b", 4, 16,
+        32, 64, 25,
+    ),
+)  # fmt: skip
+SHRUNK_BY = {"8b": 2, "32b": 4}
+
+
+def shrunk_setups() -> tuple[PaperSetup, ...]:
+    return tuple(setup.shrunk(SHRUNK_BY[setup.name]) for setup in SETUPS)
 
 
 def tail_group(name: str, chance: random.Random) -> list[PlannedTrajectory]:
@@ -99,10 +105,9 @@ def prompts(setup: PaperSetup, seed: int) -> PromptSource:
 
 def recorded_prompts(source: Source, setup: PaperSetup, seed: int) -> PromptSource:
     """Return groups of recorded agents, with their recorded environment times."""
-    played: Sequence[tuple[object, ...]] = source.played
 
     def recorded_group(name: str, chance: random.Random) -> list[PlannedTrajectory]:
-        picked = [source.played[chance.randrange(len(played))] for _ in range(GROUP)]
+        picked = [source.played[chance.randrange(len(source.played))] for _ in range(GROUP)]
         return [PlannedTrajectory(f"{name}-{member}", name, turns) for member, turns in enumerate(picked)]
 
     return PromptSource(recorded_group, Difficulty(gain=DEMAND_LOGIT / setup.dapo_steps), seed)

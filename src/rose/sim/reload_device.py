@@ -31,9 +31,10 @@ class ReloadDevice(SaturatedDevice):
             self._served_until_s = self.now_s
             return False
         if not self._is_rollouts:
-            if self.now_s - self._served_until_s < KEEP_ALIVE_S:
+            leaves_s = max(self.now_s, self._served_until_s + KEEP_ALIVE_S)
+            if self._coming and self._coming[0].at_s <= leaves_s:
                 return False
             self._is_rollouts = True
-            self._spend(self._reload_s, is_lent=False)
+            self._spend(leaves_s - self.now_s + self._reload_s, is_lent=False)
             return True
         return super()._run_lent_step()

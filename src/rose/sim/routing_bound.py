@@ -7,24 +7,53 @@ from collections.abc import Sequence
 from rose.core.facts import StepFeatures
 from rose.engines.profiles import StepProfile
 from rose.sim.batch_cluster import PlannedTrajectory, PlannedTurn
-from rose.sim.lent_timeline import STEP_TOKENS, LentTimeline
+from rose.sim.lent_timeline import SEQUENCES, STEP_TOKENS, LentTimeline
 
 
 def lower_bound_s(
     profile: StepProfile, dedicated: int, timelines: Sequence[LentTimeline], trajectories: Sequence[PlannedTrajectory]
 ) -> float:
-    """Return the largest of three times that no router beats.
+    """Return the larger of the longest trajectory alone and all work over all usable capacity.
 
-    They are the longest trajectory alone, all work over all usable capacity, and the memory-time of all trajectories
-    over all memory: while a trajectory decodes at the speed of a worker of its own, its context is held.
+    Work is priced as full batches of one kind; a mixed batch can be a little cheaper (`clairvoyant_s` is strict).
     """
     longest_s = max(alone_s(profile, turns) for turns in {trajectory.turns for trajectory in trajectories})
     work_s = sum(_work_s(profile, trajectory) for trajectory in trajectories)
     capacity = dedicated + sum(timeline.lent_s / timeline.span_s for timeline in timelines)
+    return max(longest_s, work_s / capacity)
+
+
+def clairvoyant_s(
+    profile: StepProfile, dedicated: int, timelines: Sequence[LentTimeline], trajectories: Sequence[PlannedTrajectory]
+) -> float:
+    """Return the largest of four times that no router beats, whatever it knows in advance.
+
+    They are the longest trajectory alone; all arithmetic, and all reads in the fewest steps, over all usable capacity;
+    and the memory-time of all trajectories over all memory: each turn's context while it decodes alone.
+    """
+    longest_s = max(alone_s(profile, turns) for turns in {trajectory.turns for trajectory in trajectories})
+    capacity = dedicated + sum(timeline.lent_s / timeline.span_s for timeline in timelines)
     kv_tokens = dedicated * (profile.kv_memory_bytes // profile.kv_bytes_per_token)
     kv_tokens += sum(max(timeline.kv_tokens) for timeline in timelines)
-    memory_s = sum(_memory_time(profile, trajectory.turns) for trajectory in trajectories) / kv_tokens
-    return max(longest_s, work_s / capacity, memory_s)
+    compute_s = sum(_compute_s(profile, trajectory.turns) for trajectory in trajectories)
+    reads_s = sum(_reads_s(profile, trajectory.turns) for trajectory in trajectories)
+    memory_s = sum(_memory_time(profile, trajectory.turns) for trajectory in trajectories)
+    return max(longest_s, compute_s / capacity, reads_s / capacity, memory_s / kv_tokens)
+
+
+def _compute_s(profile: StepProfile, turns: tuple[PlannedTurn, ...]) -> float:
+    total_s, known = 0.0, 0
+    for turn in turns:
+        tokens = max(1, turn.prompt_tokens - known) + turn.output_tokens
+        total_s += tokens * profile.per_new_token_s + turn.output_tokens * profile.per_sequence_s
+        known = turn.prompt_tokens + turn.output_tokens
+    return total_s
+
+
+def _reads_s(profile: StepProfile, turns: tuple[PlannedTurn, ...]) -> float:
+    step_s = (profile.weights_read_s + profile.fixed_s) / SEQUENCES
+    read_s = profile.per_kv_read_token_s
+    return sum(turn.output_tokens * (step_s + turn.prompt_tokens * read_s) for turn in turns)
 
 
 def alone_s(profile: StepProfile, turns: tuple[PlannedTurn, ...]) -> float:

@@ -1,7 +1,7 @@
 """ROSE as a user installs it: the wheel, in an environment of its own, used in a folder that is not the repository.
 
-`make test-install` builds the wheel and calls this. Nothing of the repository is visible to the processes that run here: they
-find the package, its data and its commands in the wheel, or not at all.
+`make test-install` builds the wheel and calls this. Nothing of the repository is visible to these processes: they find
+the package, its data and its commands in the wheel, or not at all.
 """
 
 from __future__ import annotations

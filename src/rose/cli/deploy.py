@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     k8s.add_argument("--out", type=Path, metavar="DIR", help="write one file per part here (default: print all)")
     what = "also make new tokens, and write them as Secrets to this new file, which only you can read"
     k8s.add_argument("--secrets", type=Path, metavar="FILE", help=what)
-    add_override_option(k8s)
+    add_override_option(k8s, "deploy")
 
 
 def run(arguments: argparse.Namespace) -> int:

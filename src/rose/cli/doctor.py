@@ -21,12 +21,13 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rose import __version__
+from rose.cli.options import add_json_option, print_json
 
-SUMMARY = "check what this machine can run, and say how to get what is missing"
+SUMMARY = "check what this machine can run, and how to get what is missing"
 
 PYTHON_MINIMUM = (3, 11)
 MEMORY_MINIMUM_MB = 1024  # the engine process with the default KV memory, and the front beside it
@@ -66,11 +67,16 @@ class Finding:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    add_json_option(parser)
     parser.epilog = "exit code 0: the embedded engine can run here; 1: it cannot"
 
 
 def run(arguments: argparse.Namespace) -> int:
     findings = list(examine())
+    is_ready = all(finding.is_ok for finding in findings if finding.is_essential)
+    if getattr(arguments, "json", False):
+        print_json({"rose": __version__, "is_ready": is_ready, "findings": [asdict(finding) for finding in findings]})
+        return 0 if is_ready else 1
     print(f"rose {__version__} on {platform.platform(terse=True)}\n")
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
@@ -80,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             indent, text = " " * (width + 13), f"try: {finding.remedy}"
             below = f"{indent}     "
             print(textwrap.fill(text, 79, initial_indent=indent, subsequent_indent=below, break_on_hyphens=False))
-    if any(finding.is_essential and not finding.is_ok for finding in findings):
+    if not is_ready:
         print("\nThe embedded engine cannot run yet.")
         return 1
     print("\nThe embedded engine can run here. Next: rose run")

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--door", choices=("vllm",), help="answer vLLM's RL control routes to the trainer")
     parser.add_argument("--door-folder", metavar="DIR", help="read weights from folders below this one")
     parser.add_argument("--door-relay", metavar="ADDRESS", help="relay to publish these weights to")
-    add_settings_options(parser)
+    add_settings_options(parser, "gateway")
 
 
 def run(arguments: argparse.Namespace) -> int:

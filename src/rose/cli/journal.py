@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rose.observe.journal import JournalEntry
 
 SUMMARY = "print and check a journal of facts and decisions"
 
@@ -16,6 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     show.add_argument("file", metavar="FILE", help="a journal, *.jsonl; its rotated files are read too")
     show.add_argument("--kind", metavar="NAME", help="only entries with a fact or decision of this kind")
     show.add_argument("--quiet", action="store_true", help="check only; print the summary")
+    show.add_argument("--json", action="store_true", help="print an entry per line as JSON, then the summary")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,15 +31,30 @@ def run(arguments: argparse.Namespace) -> int:
         decisions += len(entry.decisions)
         kinds = {type(record).__name__ for record in (entry.fact, *entry.decisions)}
         if not arguments.quiet and (arguments.kind is None or arguments.kind in kinds):
+            if arguments.json:
+                print(json.dumps(_as_json(entry), default=str))
+                continue
             print(f"{entry.t_s:14.6f} s  {_text(entry.fact)}")
             for decision in entry.decisions:
                 print(f"{'':>16}  -> {_text(decision)}")
+    if arguments.json:
+        print(json.dumps({**dataclasses.asdict(notes), "decisions": decisions}))
+        return 0
     print(f"{notes.entries} facts and {decisions} decisions in {notes.files} file(s); every whole line reads back.")
     if notes.torn_bytes:
         print(f"The last line is torn ({notes.torn_bytes} bytes): its writer was stopped in the middle of it.")
     if not notes.is_whole:
         print("The oldest files were already dropped: the journal begins in the middle.")
     return 0
+
+
+def _as_json(entry: JournalEntry) -> dict[str, Any]:
+    decisions = [_record(decision) for decision in entry.decisions]
+    return {"t_s": entry.t_s, "fact": _record(entry.fact), "decisions": decisions}
+
+
+def _record(record: Any) -> dict[str, Any]:
+    return {"kind": type(record).__name__, **dataclasses.asdict(record)}
 
 
 def _text(record: Any) -> str:

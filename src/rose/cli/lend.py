@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib import error, request
@@ -19,7 +20,7 @@ from urllib import error, request
 from rose.cli.options import labels_of
 from rose.errors import ConfigError, RequestRefused, Unavailable
 
-SUMMARY = "control a lent device: status, pause, resume, drain, dry-run, limits"
+SUMMARY = "control a lent device: status, pause, resume, drain, limits"
 ACTIONS = {
     "status": "print the state of lending",
     "pause": "run no rollout step until `resume`",
@@ -39,58 +40,98 @@ ANSWER_S = 10.0  # a device that works answers within milliseconds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    listed = "\n".join(f"  {name:<8} {what}" for name, what in ACTIONS.items())
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"actions:\n{listed}"
-    parser.add_argument("action", choices=list(ACTIONS), metavar="ACTION", help=", ".join(ACTIONS))
-    parser.add_argument("--url", help="the device's serving address; not needed if only one runs here")
-    parser.add_argument("--memory", type=float, metavar="SHARE", help="with limits: share of the KV memory, 0 to 1")
-    parser.add_argument("--compute", type=float, metavar="SHARE", help="with limits: share of the time, 0 to 1")
-    what = "with drain: unload the rollout model too (not with vLLM or SGLang)"
-    parser.add_argument("--remove", action="store_true", help=what)
-    parser.add_argument("--json", action="store_true", help="print the status as JSON")
-    group = parser.add_argument_group("with vllm or sglang")
-    group.add_argument("--serving-url", metavar="URL", help="the running server; without: a dedicated worker")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, what in ACTIONS.items():
+        action = actions.add_parser(name, help=what, description=what)
+        if name in ENGINES:
+            _configure_engine(action, name)
+            continue
+        action.add_argument("--url", help="the device's serving address; not needed if only one runs here")
+        action.add_argument("--json", action="store_true", help="print JSON")
+        if name == "limits":
+            action.add_argument(
+                "--memory", type=_share("--memory"), metavar="SHARE", help="share of the KV memory, 0 to 1"
+            )
+            action.add_argument(
+                "--compute", type=_share("--compute"), metavar="SHARE", help="share of the time, 0 to 1"
+            )
+        if name == "drain":
+            what = "unload the rollout model too (not with vLLM or SGLang)"
+            action.add_argument("--remove", action="store_true", help=what)
+
+
+def _share(option: str) -> Callable[[str], float]:
+    """Return what reads the option's value. It raises ConfigError for values that are not from 0 to 1."""
+
+    def read(text: str) -> float:
+        try:
+            share = float(text)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1:
+            raise ConfigError(f"{option} {text} is not a share", hint="give 0 to 1")
+        return share
+
+    return read
+
+
+def _configure_engine(parser: argparse.ArgumentParser, engine: str) -> None:
+    add = parser.add_argument
+    add("--serving-url", metavar="URL", help="the running server; without: a dedicated worker")
     what = "which engine of a server with data parallelism; its devices are given by --device"
-    group.add_argument("--serving-replica", type=int, default=None, metavar="N", help=what)
-    group.add_argument("--rollout-model", type=Path, metavar="FOLDER", help="folder of the model in training")
-    what = "serving's device: cpu:0, cpu:0-3, cuda:0, cuda:0-3 (default cpu:0)"
-    group.add_argument("--device", default="cpu:0", help=what)
-    what = "ranks of a vLLM rollout engine (default: one per GPU, or one on a CPU)"
-    group.add_argument("--tensor-parallel", type=int, default=0, metavar="N", help=what)
-    group.add_argument("--gateway", metavar="URL[,URL]", help="the gateway to join (token: ROSE_WORKER_TOKEN)")
-    group.add_argument("--worker-name", default="", metavar="NAME", help="registered name (HOSTNAME-PID)")
-    group.add_argument("--label", action="append", default=[], metavar="K=V", help="label in the gateway; repeatable")
-    group.add_argument("--owner-port", type=int, default=0, metavar="N", help="port of the controls; 0 is a free one")
-    group.add_argument("--mode", choices=MODES, default="auto", help="when to lend; auto is decode with budgets")
-    group.add_argument("--ttft-ms", type=float, default=None, help="serving's budget for a first token")
-    group.add_argument("--tpot-ms", type=float, default=None, help="serving's budget for each later token")
-    group.add_argument("--tpot", choices=("mean", "every_gap"), default="mean", help="what --tpot-ms is promised for")
-    group.add_argument("--slack-share", type=float, default=0.7, help="of the budgets that lending may use up (0.7)")
-    group.add_argument("--answer-s", type=float, default=60.0, help="users wait this long for an answer (default 60)")
-    group.add_argument("--max-sequences", type=int, default=16, help="rollouts at once (default 16)")
-    group.add_argument("--max-context", type=int, default=4096, help="longest rollout; 0 is the model's (default 4096)")
-    group.add_argument("--step-tokens", type=int, default=256, help="of the largest rollout step (default 256)")
-    group.add_argument("--kv-memory-mb", type=int, default=256, help="KV memory of the rollouts, without a pool (256)")
-    what = "KV memory from serving's pool, of its own, or from the pool if there is one (default auto)"
-    group.add_argument("--kv", choices=("auto", "pool", "static"), default="auto", help=what)
-    group.add_argument("--engine-flag", "--vllm-flag", action="append", default=[], metavar="FLAG", help=FLAG_HELP)
+    add("--serving-replica", type=int, default=None, metavar="N", help=what)
+    add("--rollout-model", type=Path, metavar="FOLDER", help="folder of the model in training")
+    add("--device", default="cpu:0", help="serving's device: cpu:0, cpu:0-3, cuda:0, cuda:0-3 (default cpu:0)")
+    if engine == "vllm":
+        what = "ranks of the rollout engine (default: one per GPU, or one on a CPU)"
+        add("--tensor-parallel", type=int, default=0, metavar="N", help=what)
+    add("--gateway", metavar="URL[,URL]", help="the gateway to join (token: ROSE_WORKER_TOKEN)")
+    add("--worker-name", default="", metavar="NAME", help="registered name (HOSTNAME-PID)")
+    add("--label", action="append", default=[], metavar="K=V", help="label in the gateway; may be repeated")
+    add("--owner-port", type=int, default=0, metavar="N", help="port of the controls; 0 is a free one")
+    add("--mode", "--lend-mode", choices=MODES, default="auto", help="when to lend; auto is decode with budgets")
+    add("--ttft-ms", type=float, metavar="MS", help="serving's budget for a first token")
+    add("--tpot-ms", type=float, metavar="MS", help="serving's budget for each later token")
+    add("--tpot", choices=("mean", "every_gap"), default="mean", help="what --tpot-ms is promised for")
+    add("--slack-share", type=float, default=0.7, metavar="SHARE", help="of the budgets that lending may use up (0.7)")
+    add(
+        "--compute",
+        type=_share("--compute"),
+        default=1.0,
+        metavar="SHARE",
+        help="share of the time for rollouts, 0 to 1 (1)",
+    )
+    add("--answer-s", type=float, default=60.0, metavar="S", help="users wait this long for an answer (60)")
+    add("--max-sequences", type=int, default=16, metavar="N", help="rollouts at once (16)")
+    add("--max-context", type=int, default=4096, metavar="N", help="longest rollout; 0 is the model's (4096)")
+    add("--step-tokens", type=int, default=256, metavar="N", help="tokens of the largest rollout step (256)")
+    add("--kv-memory-mb", type=int, default=256, metavar="N", help="KV memory of the rollouts, without a pool (256)")
+    if engine == "vllm":
+        what = "KV memory from serving's pool, of its own, or from the pool if there is one (default auto)"
+        add("--kv", choices=("auto", "pool", "static"), default="auto", help=what)
+    else:
+        parser.set_defaults(kv="static", tensor_parallel=0)
+    add("--engine-flag", "--vllm-flag", action="append", default=[], metavar="FLAG", help=FLAG_HELP)
     what = "Python interpreter that has the engine"
-    group.add_argument("--engine-python", "--vllm-python", default=sys.executable, metavar="PATH", help=what)
+    add("--engine-python", "--vllm-python", default=sys.executable, metavar="PATH", help=what)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.action in ENGINES:
         return _lend_beside(arguments)
     if arguments.action == "token":
-        print(_token_or_variable(_registered_device(arguments.url).rollout_token, "ROSE_ROLLOUT_TOKEN"))
+        token = _token_or_variable(_registered_device(arguments.url).rollout_token, "ROSE_ROLLOUT_TOKEN")
+        print(json.dumps({"token": token}) if arguments.json else token)
         return 0
+    action, body = arguments.action, {}
+    if action == "limits":
+        limits = {"memory_share": arguments.memory, "compute_share": arguments.compute}
+        body = {name: share for name, share in limits.items() if share is not None}
+        if not body:
+            raise ConfigError("no limit was given", hint="rose lend limits --memory 0.5 --compute 0.3")
+    elif action == "drain" and arguments.remove:
+        action = "remove"
     url, token = address_and_token(arguments.url)
-    action = "remove" if arguments.action == "drain" and arguments.remove else arguments.action
-    limits = {"memory_share": arguments.memory, "compute_share": arguments.compute}
-    body = {name: share for name, share in limits.items() if share is not None} if action == "limits" else {}
-    if action == "limits" and not body:
-        raise ConfigError("no limit was given", hint="for example: rose lend limits --memory 0.5 --compute 0.3")
     status = _send_command(url, token, action, body)
     print(json.dumps(status, indent=2) if arguments.json else _text(status))
     return 0
@@ -124,6 +165,9 @@ def _registered_device(url: str | None) -> Any:
     from rose.device.device_registry import running_devices
 
     devices = [entry for entry in running_devices() if url is None or address_of(url) in (entry.url, entry.rollout_url)]
+    if not devices and url and not os.environ.get("ROSE_OWNER_TOKEN"):
+        what = f"{url} is no lent device of this user on this machine"
+        raise ConfigError(what, hint="set ROSE_OWNER_TOKEN to the token that the device was started with")
     if not devices:
         where = f"at {url}" if url else "on this machine"
         raise ConfigError(
@@ -201,9 +245,6 @@ def _text(status: dict[str, Any]) -> str:
 def _lend_beside(arguments: argparse.Namespace) -> int:
     if arguments.rollout_model is None:
         raise ConfigError("which model should the rollouts run?", hint=EXAMPLE.format(arguments.action))
-    compute_share = 1.0 if arguments.compute is None else arguments.compute
-    if not 0 <= compute_share <= 1:
-        raise ConfigError(f"--compute {compute_share:g} is not a share", hint="give 0 to 1")
     import asyncio
     import logging
 
@@ -236,9 +277,9 @@ def _lend_beside(arguments: argparse.Namespace) -> int:
         extra=tuple(arguments.engine_flag),
         tensor_parallel=arguments.tensor_parallel,
     )
-    kv: KvChoice = "static" if arguments.action == "sglang" else arguments.kv
+    kv: KvChoice = arguments.kv
     serving, replica = arguments.serving_url or "", arguments.serving_replica
-    lending = VllmLending(engine, serving, terms.chosen_mode, terms.budgets, compute_share, kv, replica)
+    lending = VllmLending(engine, serving, terms.chosen_mode, terms.budgets, arguments.compute, kv, replica)
     labels = labels_of(arguments.label)
     work = lend(lending, arguments.gateway, arguments.worker_name, arguments.owner_port, client_type, labels)
     return asyncio.run(work)

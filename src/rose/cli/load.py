@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rose.cli.main import EXIT_INTERRUPTED
-from rose.cli.options import say
+from rose.cli.options import JSON_FILE, check_folders, say, write_file
 from rose.errors import ConfigError
 
 if TYPE_CHECKING:
     from rose.load.load_run import LoadPlan
     from rose.load.traces import Trace
 
-SUMMARY = "send open-loop load to a server and check latencies against budgets"
+SUMMARY = "send open-loop load to a server, check latencies against budgets"
 
 EXAMPLES = """examples:
   rose load poisson:rate=2 --url http://127.0.0.1:8000 --duration 60
@@ -86,7 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--running-max", type=COUNT, default=RUNNING_MAX, metavar="N", help="most concurrent requests (%(default)s)")
     add("--api-key-env", metavar="NAME", help="the environment variable that holds the server's key")
     add("--metrics-url", metavar="URL", help="metrics page that counts rollout tokens (URL/metrics)")
-    add("--json", type=Path, metavar="FILE", help="write all measurements to this file")
+    add("--json", type=Path, metavar="FILE", help="write all measurements to this file; - prints them")
     add("--svg", type=Path, metavar="FILE", help="draw latencies, load and rollout tokens over time")
 
 
@@ -96,23 +96,23 @@ def run(arguments: argparse.Namespace) -> int:
     from rose.load.load_run import run_load
     from rose.load.terminal import table
 
-    for path in filter(None, (arguments.json, arguments.svg)):
-        if not path.parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}", hint="make it first")
+    check_folders(arguments.json, arguments.svg)
     plan, trace = _plan(arguments), _trace(arguments)
     key = os.environ.get(arguments.api_key_env) if arguments.api_key_env is not None else None
     if arguments.api_key_env is not None and not key:
         what = f"the environment variable {arguments.api_key_env} is empty or not set"
         raise ConfigError(what, hint=f"export {arguments.api_key_env}=...")
-    finished = asyncio.run(run_load(trace, plan, api_key=key, say=say))
-    print(f"\n{table(finished.report(), plan.budget)}")
+    is_json = arguments.json == JSON_FILE
+    finished = asyncio.run(run_load(trace, plan, api_key=key, say=_say_on_stderr if is_json else say))
+    if not is_json:
+        print(f"\n{table(finished.report(), plan.budget)}")
     if arguments.json:
-        _write(arguments.json, json.dumps(finished.document(shlex.join(["rose", *sys.argv[1:]])), indent=1) + "\n")
+        write_file(arguments.json, json.dumps(finished.document(shlex.join(["rose", *sys.argv[1:]])), indent=1) + "\n")
     if arguments.svg:
         from rose.load.picture import draw
 
         title = f"{finished.trace.name} to {finished.server.model}"
-        _write(arguments.svg, draw(finished.records, finished.plan.budget, title=title, harvest=finished.harvest))
+        write_file(arguments.svg, draw(finished.records, finished.plan.budget, title=title, harvest=finished.harvest))
     if finished.was_stopped:
         return EXIT_INTERRUPTED
     # Missed budgets are a result, not a failure; a server that answered nothing at all is one.
@@ -155,9 +155,5 @@ def _trace(arguments: argparse.Namespace) -> Trace:
     return generated(arguments.source, seed=arguments.seed, duration_s=duration_s)
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}", hint="name another file") from error
-    print(f"written to {path}")
+def _say_on_stderr(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)

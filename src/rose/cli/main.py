@@ -7,30 +7,28 @@ action or option is answered with the nearest one.
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import importlib
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
 
 from rose import __version__
+from rose.cli.command_parser import CommandParser, nearest
 from rose.errors import ConfigError, RoseError
 
 COMMANDS = {
-    "run": "train a model, with rollouts on a device that serves users meanwhile",
+    "run": "train a model, with rollouts on a device that also serves users",
     "serve": "serve a model like OpenAI's API, and lend idle time to rollouts",
-    "lend": "control a lent device: status, pause, resume, drain, dry-run, limits",
+    "lend": "control a lent device: status, pause, resume, drain, limits",
     "gateway": "start the one endpoint for agents and trainers, before all workers",
     "pool": "list and control a gateway's workers: pause, resume, drain, limits",
     "weights": "list, show, verify, compare and delete weight versions in a relay",
     "relay": "start a relay between a trainer and its rollout workers",
-    "load": "send open-loop load to a server and check latencies against budgets",
+    "load": "send open-loop load to a server, check latencies against budgets",
     "model": "make and inspect model folders",
     "settings": "list the settings of run, serve, gateway and deploy, with defaults",
-    "doctor": "check what this machine can run, and say how to get what is missing",
+    "completion": "print what completes commands and options in bash or zsh",
+    "doctor": "check what this machine can run, and how to get what is missing",
     "deploy": "write the Kubernetes objects of a deployment as YAML",
     "journal": "print and check a journal of facts and decisions",
     "runs": "list past runs, show one, compare several",
@@ -41,38 +39,26 @@ COMMANDS = {
     "sim": "simulate a rollout cluster with faults, and check its invariants",
 }
 REPLACED = {"demo": "rose serve --demo"}  # former command -> the new one; for one release
+MEANT = {  # what other tools call it -> what it is here
+    "status": "rose lend status",
+    "pause": "rose lend pause",
+    "resume": "rose lend resume",
+    "drain": "rose lend drain",
+    "ps": "rose runs ls",
+    "list": "rose runs ls",
+    "logs": "rose runs show",
+    "train": "rose run",
+    "start": "rose run",
+    "compare": "rose runs compare",
+    "config": "rose settings",
+    "estimate": "rose plan",
+    "simulate": "rose sim",
+    "bench": "rose load",
+    "check": "rose doctor",
+}
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells expect
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE: the reader left, as in `rose journal ... | head`
-
-
-class CommandParser(argparse.ArgumentParser):
-    """An argument parser that names the nearest option or action for a mistyped one."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
-        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        hint = None
-        if unknown:
-            hint = nearest(unknown[1], _options(self))
-        elif choice:
-            hint = nearest(choice[1], (name.strip("'\"") for name in choice[2].split(", ")))
-        super().error(f"{message}\n  try: {hint}" if hint else f"{message}\n  try: {self.prog} --help")
-
-
-def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the options of a parser and of all its actions."""
-    for action in parser._actions:
-        yield from action.option_strings
-        if isinstance(action, argparse._SubParsersAction):
-            for inner in action.choices.values():
-                yield from _options(inner)
-
-
-def nearest(typed: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like the typed one; None if all are far from it."""
-    close = difflib.get_close_matches(typed, list(known))
-    return max(close, key=lambda name: sorted(name) == sorted(typed), default=None)  # swapped letters come first
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words[:1] == ["help"] and words[1:]:
+        words = [words[1], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -104,11 +92,11 @@ def _dispatch(words: list[str]) -> int:
     if name in REPLACED:
         raise ConfigError(f"`rose {name}` is now `{REPLACED[name]}`")
     if name not in COMMANDS:
-        near = nearest(name, COMMANDS)
-        hint = f"did you mean `rose {near}`?" if near else "`rose --help` lists the commands"
+        near = MEANT.get(name) or ((close := nearest(name, COMMANDS)) and f"rose {close}")
+        hint = near or "rose --help, which lists the commands"
         raise ConfigError(f"there is no command `{name}`", hint=hint)
     command = importlib.import_module(f"rose.cli.{name}")
-    parser = CommandParser(prog=f"rose {name}", description=command.SUMMARY, allow_abbrev=False)
+    parser = CommandParser(prog=f"rose {name}", description=command.SUMMARY)
     command.configure(parser)
     code = command.run(parser.parse_args(words[1:]))
     assert isinstance(code, int), f"rose.cli.{name}.run returned {code!r}, not an exit code"

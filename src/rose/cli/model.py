@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from rose.cli.options import print_table
+from rose.cli.options import add_json_option, print_json, print_table
 
 SUMMARY = "make and inspect model folders"
 
@@ -20,7 +20,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     new.add_argument("--force", action="store_true", help="replace the model that is already there")
     show = actions.add_parser("show", help="check and describe a model folder")
     show.add_argument("folder", type=Path, metavar="DIR")
-    actions.add_parser("presets", help="list the presets")
+    presets = actions.add_parser("presets", help="list the presets")
+    for action in (show, presets):
+        add_json_option(action)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,6 +40,8 @@ def _new(arguments: argparse.Namespace) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
+    import msgspec
+
     from rose.models.model_folder import load_model_folder
     from rose.models.tensors import expected_tensors
 
@@ -47,6 +51,14 @@ def _show(arguments: argparse.Namespace) -> None:
     stored = sorted({folder.tensors.dtype(name) for name in names})
     kv_bytes = 4 * spec.kv_values_per_token
     chat = "with" if tokenizer.chat else "without"
+    if arguments.json:
+        counts = {
+            "parameters": sum(map(math.prod, names.values())),
+            "stored_as": stored,
+            "kv_bytes_per_token": kv_bytes,
+        }
+        print_json({"model": str(folder.path), **msgspec.to_builtins(spec), **counts})
+        return
     rows = {
         "model": str(folder.path),
         "family": f"{spec.family} ({spec.architecture})",
@@ -63,8 +75,15 @@ def _show(arguments: argparse.Namespace) -> None:
     print_table(list(rows.items()))
 
 
-def _presets(_: argparse.Namespace) -> None:
+def _presets(arguments: argparse.Namespace) -> None:
     from rose.models.presets import PRESETS, preset_spec
+
+    if arguments.json:
+        import msgspec
+
+        specs = {name: msgspec.to_builtins(preset_spec(preset)) for name, preset in PRESETS.items()}
+        print_json({name: {"for": PRESETS[name].summary, **spec} for name, spec in specs.items()})
+        return
 
     print(f"{'preset':<14} {'layers':>6} {'hidden':>6} {'heads':>10} {'ffn':>5} {'vocabulary':>10} {'context':>7}  for")
     for preset in PRESETS.values():

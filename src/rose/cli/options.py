@@ -1,12 +1,17 @@
-"""Functions that several commands share: options for typed settings, progress lines and tables."""
+"""Functions that several commands share: options for typed settings, JSON, files, progress lines and tables."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from rose.cli.command_parser import CommandParser
+from rose.errors import ConfigError
 
 from rose.errors import ConfigError
 
@@ -14,12 +19,54 @@ LABELS_MAX, LABEL_CHARACTERS_MAX = 16, 64  # the limits of a worker's registrati
 Settings = TypeVar("Settings")
 
 
-def add_settings_options(parser: argparse.ArgumentParser) -> None:
+JSON_FILE = Path("-")  # of commands whose `--json` names a file: standard output
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def print_json(value: Any) -> None:
+    """Print plain values as JSON, indented; NaN and infinities, which JSON has not, as null."""
+    print(json.dumps(_finite(value), indent=1, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write what a command was asked to write, or print it for `-`. Raises ConfigError."""
+    if path == JSON_FILE:
+        print(text, end="")
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", hint="name another file") from error
+    say(f"written to {path}")
+
+
+def check_folders(*paths: Path | None) -> None:
+    """Raise ConfigError for a file to write whose folder is missing, before any work is done."""
+    for path in filter(None, paths):
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}", hint="make it first")
+
+
+def add_settings_options(parser: argparse.ArgumentParser, command: str | None = None) -> None:
     parser.add_argument("--settings", type=Path, metavar="FILE", help="a YAML file of settings")
-    add_override_option(parser)
+    add_override_option(parser, command)
 
 
-def add_override_option(parser: argparse.ArgumentParser) -> None:
+def add_override_option(parser: argparse.ArgumentParser, command: str | None = None) -> None:
+    """Add `--set` for the settings of this command, which an unknown option is then compared with."""
+    if isinstance(parser, CommandParser):
+        parser.settings_command = command
     parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="one setting; may be repeated"
     )

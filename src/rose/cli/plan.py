@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rose.cli.options import say
+from rose.cli.options import JSON_FILE, check_folders, write_file
 from rose.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--mode", choices=("idle", "decode", "compare"), default="decode", help="how devices lend (decode)")
     add("--hours", type=int, default=24, metavar="H", help="hours of the day to plan for, from the first (24)")
     add("--seed", type=int, default=0, metavar="N", help="seed of all that is drawn (0)")
-    add("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    add("--json", type=Path, metavar="FILE", help="write all figures to this file; - prints them")
     add("--html", type=Path, metavar="FILE", help="write a page with pictures; it loads nothing from elsewhere")
 
 
@@ -67,9 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rose.plan.job import job_inputs, job_on
     from rose.plan.planning import make_plan, read_prices
 
-    for path in filter(None, (arguments.json, arguments.html)):
-        if not path.parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}", hint="make it first")
+    check_folders(arguments.json, arguments.html)
     if not 1 <= arguments.hours <= 24:
         raise ConfigError(f"{arguments.hours} hours cannot be planned for", hint="give --hours 1 to 24")
     names = ("devices", "serving", "rollout", "dedicated", "train_gpus", "ttft_ms", "tpot_ms", "answer_s")
@@ -78,15 +76,16 @@ def run(arguments: argparse.Namespace) -> int:
     job, prices = job_on(fleet, job_inputs(arguments.job), arguments.seed), read_prices(arguments.prices)
     traffic = _traffic(arguments, fleet.serving.max_context_tokens)
     report = make_plan(fleet, traffic, job, prices, arguments.mode, arguments.seed, _progress())
-    print(screen(report))
+    if arguments.json != JSON_FILE:
+        print(screen(report))
     if arguments.json:
         import msgspec
 
-        _write(arguments.json, msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
+        write_file(arguments.json, msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
     if arguments.html:
         from rose.plan.plan_page import page_of
 
-        _write(arguments.html, page_of(report))
+        write_file(arguments.html, page_of(report))
     return 0
 
 
@@ -120,14 +119,6 @@ def _progress() -> Progress:
         print(f"\r{done}/{total} {what}{left}\033[K{end}", end="", file=sys.stderr, flush=True)
 
     return show
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}", hint="name another file") from error
-    say(f"written to {path}")
 
 
 # The screen

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _ls(arguments: argparse.Namespace) -> None:
     from rose.run.past_runs import past_runs
 
-    runs = past_runs(arguments.runs)
+    runs = [] if _is_new_here(arguments.runs) else past_runs(arguments.runs)
     if arguments.json:
         print(json.dumps([run.shown() for run in runs], indent=1))
         return
@@ -85,6 +85,11 @@ def _ls(arguments: argparse.Namespace) -> None:
     _print_trouble(runs)
     where = "" if arguments.runs == Path("runs") else f" --runs {arguments.runs}"
     print(f"\nnext: rose runs show {runs[-1].name}{where}")
+
+
+def _is_new_here(folder: Path) -> bool:
+    """Return whether no run was ever made here: the usual folder is missing."""
+    return folder == Path("runs") and not folder.exists()
 
 
 def _show(arguments: argparse.Namespace) -> None:

@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="TCP port; 0 takes a free one (8000)")
     parser.add_argument("--name", help="the name clients use for the model (the folder's)")
     parser.add_argument("--kv-memory-mb", type=int, metavar="N", help="memory for keys and values, in MiB (512)")
-    add_settings_options(parser)
+    add_settings_options(parser, "serve")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from dataclasses import asdict
 from typing import Any
+
+from rose.cli.options import add_json_option, print_json
 
 SUMMARY = "list the settings of run, serve, gateway and deploy, with defaults"
 INDENT = 4
@@ -16,6 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "command", nargs="?", choices=["run", "serve", "gateway", "deploy"], help="list only this command's settings"
     )
     parser.add_argument("--markdown", action="store_true", help="print the page docs/settings.md")
+    add_json_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -23,9 +27,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     sections = {
         f"rose {name}": setting_rows(settings)
-        for name, settings in _settings().items()
+        for name, settings in settings_by_command().items()
         if arguments.command in (None, name)
     }
+    if arguments.json:
+        print_json([{"command": title, **asdict(row)} for title, rows in sections.items() for row in rows])
+        return 0
     if arguments.markdown:
         print(PAGE_HEAD, *(markdown(f"`{title}`", rows) for title, rows in sections.items()), sep="\n", end="")
         return 0
@@ -39,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings() -> dict[str, Any]:
+def settings_by_command() -> dict[str, Any]:
+    """Return the default settings of each command that has some."""
     from rose.config.server_settings import DeviceSettings, GatewaySettings
     from rose.deploy.deploy_values import DeployValues
     from rose.run.run_settings import RunSettings

@@ -8,12 +8,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose.cli.options import print_table
+from rose.cli.options import add_json_option, print_json, print_table
 from rose.errors import RequestRefused
 
 if TYPE_CHECKING:
     from rose.core.versions import VersionId
-    from rose.weights.inventory import Inventory
+    from rose.weights.inventory import Inventory, ListedRecord
     from rose.weights.manifest import Manifest
     from rose.weights.relay.relay_base import Relay
 
@@ -35,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "--secret-file", type=Path, metavar="FILE", help="the run's secret or read key (ROSE_RELAY_SECRET_FILE)"
         )
         action.add_argument("--trusted-network", action="store_true", help="mooncake: allow more than loopback")
+        add_json_option(action)
     for action in (show, verify):
         action.add_argument("version", nargs="?", type=int, help="the newest if left out")
     diff.add_argument("old", type=int, metavar="A")
@@ -68,6 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ls(arguments: argparse.Namespace, relay: Relay, secret: bytes, inventory: Inventory) -> None:
+    if arguments.json:
+        print_json(
+            {"versions": [_version(record) for record in inventory.records], "newest": _number(inventory.newest)}
+        )
+        return
     rows = [("version", "epoch", "kind", "base", "size", "times smaller", "hash", "")]
     for record in inventory.records:
         version, manifest = record.folder.version, record.manifest
@@ -95,6 +101,11 @@ def _show(arguments: argparse.Namespace, relay: Relay, secret: bytes, inventory:
     records = [(record, record.manifest) for record in inventory.find(version) if record.manifest is not None]
     if not records:
         raise RequestRefused(f"version {version} was never finished", hint="`rose weights ls` says what is wrong")
+    if arguments.json:
+        tensors = records[0][1].logical_tensors()
+        listed = [{"name": each.name, "type": each.dtype, "shape": list(each.shape)} for each in tensors]
+        print_json({"attempts": [_version(record) for record, _ in records], "tensors": listed})
+        return
     for record, manifest in records:
         parameters = sum(math.prod(entry.shape) for entry in manifest.tensors)
         base = "nothing: it is the version itself" if manifest.base is None else f"version {manifest.base[1]}"
@@ -133,6 +144,9 @@ def _verify(arguments: argparse.Namespace, relay: Relay, secret: bytes, inventor
     version = _chosen(arguments.version, inventory)
     manifest, arrays = _fetch(relay, secret, arguments.run, version)
     dense = sum(array.nbytes for array in arrays.values())
+    if arguments.json:
+        print_json({"version": _number(version), "hash": manifest.version_hash, "bytes": dense, "is_whole": True})
+        return
     print(f"version {version} is whole: every payload and every number of {_size(dense)} was read and checked")
     print(f"hash {manifest.version_hash}")
 
@@ -147,6 +161,10 @@ def _diff(arguments: argparse.Namespace, relay: Relay, secret: bytes, inventory:
         raise RequestRefused(f"versions {old} and {new} are of different models")
     changed = {name: int(np.count_nonzero(before[name] != after[name])) for name in before}
     changed_total, total = sum(changed.values()), sum(array.size for array in before.values())
+    if arguments.json:
+        hashes = {"old_hash": old_manifest.version_hash, "new_hash": new_manifest.version_hash}
+        print_json({"old": _number(old), "new": _number(new), **hashes, "numbers": total, "changed": changed})
+        return
     print(f"from {old}, hash {old_manifest.version_hash}\nto   {new}, hash {new_manifest.version_hash}")
     print(f"{changed_total:,} of {total:,} numbers changed ({changed_total / max(1, total):.2%})\n")
     order = sorted((name for name in changed if changed[name]), key=lambda name: -changed[name])
@@ -178,6 +196,10 @@ def _gc(arguments: argparse.Namespace, relay: Relay, secret: bytes, inventory: I
     if keep < 1:
         raise RequestRefused(f"--keep {keep}: at least the newest version must stay")
     keys = inventory.superseded(keep)
+    if arguments.json:
+        deleted = 0 if arguments.dry_run else sum(relay.delete(key) for key in keys)
+        print_json({"keys": list(keys), "deleted": deleted, "newest": _number(inventory.newest)})
+        return
     if arguments.dry_run:
         print("\n".join([*keys, f"{len(keys)} keys would be deleted"]))
         return
@@ -194,6 +216,21 @@ def _chosen(number: int | None, inventory: Inventory) -> VersionId:
         hint = "`rose weights ls` lists them; raise keep_versions if the trainer is ahead"
         raise RequestRefused(f"{wanted} is not in the relay, which has {listed}", hint=hint)
     return version
+
+
+def _number(version: VersionId | None) -> dict[str, int] | None:
+    return None if version is None else {"epoch": version.epoch, "version": version.version}
+
+
+def _version(record: ListedRecord) -> dict[str, Any]:
+    """Return what the relay's listing tells of one stored version, with plain values."""
+    version, manifest = record.folder.version, record.manifest
+    known: dict[str, Any] = {"kind": record.folder.kind, "bytes": record.size_bytes, "trouble": record.trouble or None}
+    if manifest is not None:
+        base = None if manifest.base is None else manifest.base[1]
+        known |= {"base": base, "bytes": manifest.size_bytes(), "dense_bytes": _dense_bytes(manifest)}
+        known |= {"hash": manifest.version_hash, "codec": manifest.codec}
+    return {"version": version.version, "epoch": version.epoch, **known}
 
 
 def _dense_bytes(manifest: Manifest) -> int:

@@ -132,6 +132,12 @@ def _shown(value: Any) -> str:
     return shown if len(shown) <= SHOWN_CHARACTERS_MAX else f"{shown[: SHOWN_CHARACTERS_MAX - 3]}..."
 
 
+GROUP_WEIGHT = 0.3  # a mistyped name is more often of the right group than the group is wrong
+
+
 def _similarity(key: str, known: str) -> float:
-    ends = key.rsplit(".", 1)[-1], known.rsplit(".", 1)[-1]
-    return difflib.SequenceMatcher(None, key, known).ratio() + difflib.SequenceMatcher(None, *ends).ratio()
+    """Return how alike two keys are: as a whole, in their last part, in their group, and by initials (lr)."""
+    (group, _, end), (known_group, _, known_end) = key.rpartition("."), known.rpartition(".")
+    is_short = end == "".join(word[:1] for word in known_end.split("_"))
+    alike = difflib.SequenceMatcher(None, key, known).ratio() + difflib.SequenceMatcher(None, end, known_end).ratio()
+    return alike + GROUP_WEIGHT * (group == known_group) + is_short

@@ -117,8 +117,8 @@ def past_runs(folder: Path) -> list[PastRun]:
     try:
         found = [child for child in folder.iterdir() if _is_run(child)]
     except OSError as error:
-        hint = "name it: --runs FOLDER; `rose run` makes one called runs where it is started"
-        raise ConfigError(f"there are no runs in {folder}: {error.strerror}", hint=hint) from error
+        hint = "another folder, --runs FOLDER, or make the first run: rose run"
+        raise ConfigError(f"the folder {folder} cannot be read: {error.strerror}", hint=hint) from error
     return sorted((read_run(child) for child in found), key=lambda run: (run.began_s, run.name))
 
 

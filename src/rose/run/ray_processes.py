@@ -162,9 +162,7 @@ class RayProcesses:
                 await asyncio.sleep(AGAIN_S)
         if it.command.role == process_specs.GATEWAY and it.hello is not None:
             why = f"{_place(it)} is lost with its ledger"
-            hint = (
-                f"`rose run --resume {self._logs.parent}` goes on from its newest checkpoint, on other nodes"
-            )
+            hint = f"`rose run --resume {self._logs.parent}` goes on from its newest checkpoint, on other nodes"
         else:
             why, hint = f"Ray has given up the supervisor of {_place(it)}", "see the logs of Ray on that node"
         settle(self.failed, Unavailable(why, hint=hint))

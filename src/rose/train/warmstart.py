@@ -53,10 +53,19 @@ class ExpertGame:
 
 def warm_start(environment: str = "frozenlake", seed: int = 0, cache: Path | None = None) -> Path:
     """Return the folder of an environment's warm-started model, made now if it is not in the cache."""
+    recipe, folder = _cached(environment, seed, cache)
+    return folder if folder.exists() else make_warm_start(recipe, folder)
+
+
+def is_warm_start_cached(environment: str = "frozenlake", seed: int = 0, cache: Path | None = None) -> bool:
+    return _cached(environment, seed, cache)[1].exists()
+
+
+def _cached(environment: str, seed: int, cache: Path | None) -> tuple[Recipe, Path]:
+    """Return the recipe of a warm start, and where it is or would be kept."""
     recipe = replace(find_recipe(environment), seed=seed)
     caches = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rose"
-    folder = caches / f"warm-start-{environment}-{_digest(recipe)}"
-    return folder if folder.exists() else make_warm_start(recipe, folder)
+    return recipe, caches / f"warm-start-{environment}-{_digest(recipe)}"
 
 
 def make_warm_start(recipe: Recipe, out: Path) -> Path:

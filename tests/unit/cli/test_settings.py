@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rose.cli import main as cli
-from rose.cli.settings import _settings
+from rose.cli.settings import settings_by_command
 from rose.config.loading import known_keys
 
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
@@ -20,7 +20,7 @@ def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str])
 
 def test_every_known_key_is_on_the_page() -> None:
     page = PAGE.read_text()
-    keys = {key for settings in _settings().values() for key in known_keys(type(settings))}
+    keys = {key for settings in settings_by_command().values() for key in known_keys(type(settings))}
     assert len(keys) > 100
     assert [key for key in keys if f"| `{key}` |" not in page] == []
 

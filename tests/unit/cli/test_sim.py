@@ -17,7 +17,6 @@ def test_every_seed_of_a_range_has_a_line(capsys):
 @pytest.mark.parametrize(
     "words, why",
     [
-        (["--seeds", "5"], "`5` names no seeds"),
         (["--seeds", "9..3"], "write them as 0..99"),
         (["--seeds", "a..b"], "names no seeds"),
         (["--minutes", "-1"], "cannot be simulated"),

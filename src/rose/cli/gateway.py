@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from rose.cli.options import add_settings_options, say, settings_of
+from rose.cli.options import add_log_option, add_settings_options, say, settings_of
 from rose.core.routing_rules import ROUTER_KINDS
 
 SUMMARY = "start the one endpoint for agents and trainers, before all workers"
@@ -38,18 +37,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--door", choices=("vllm",), help="answer vLLM's RL control routes to the trainer")
     parser.add_argument("--door-folder", metavar="DIR", help="read weights from folders below this one")
     parser.add_argument("--door-relay", metavar="ADDRESS", help="relay to publish these weights to")
+    add_log_option(parser)
     add_settings_options(parser, "gateway")
 
 
 def run(arguments: argparse.Namespace) -> int:
     import asyncio
-    import logging
 
     from rose.config.server_settings import GatewaySettings
     from rose.gateway.gateway_service import run_gateway
+    from rose.observe.log_format import choose_format, configure_logs
     from rose.openai.loops import loop_factory
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    choose_format(arguments.log_format)
+    configure_logs()
     settings = settings_of(arguments, GatewaySettings, FLAGS)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run_gateway(arguments.model, settings, say=say))

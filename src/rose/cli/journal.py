@@ -34,9 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.json:
                 print(json.dumps(_as_json(entry), default=str))
                 continue
-            print(f"{entry.t_s:14.6f} s  {_text(entry.fact)}")
+            print(f"{entry.utc:27} {entry.t_s:14.6f} s  {_text(entry.fact)}")
             for decision in entry.decisions:
-                print(f"{'':>16}  -> {_text(decision)}")
+                print(f"{'':>44}  -> {_text(decision)}")
     if arguments.json:
         print(json.dumps({**dataclasses.asdict(notes), "decisions": decisions}))
         return 0
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _as_json(entry: JournalEntry) -> dict[str, Any]:
     decisions = [_record(decision) for decision in entry.decisions]
-    return {"t_s": entry.t_s, "fact": _record(entry.fact), "decisions": decisions}
+    return {"t_s": entry.t_s, "utc": entry.utc, "fact": _record(entry.fact), "decisions": decisions}
 
 
 def _record(record: Any) -> dict[str, Any]:

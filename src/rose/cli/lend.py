@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib import error, request
 
-from rose.cli.options import labels_of
+from rose.cli.options import add_log_option, labels_of
 from rose.errors import ConfigError, RequestRefused, Unavailable
 
 SUMMARY = "control a lent device: status, pause, resume, drain, limits"
@@ -88,6 +88,7 @@ def _configure_engine(parser: argparse.ArgumentParser, engine: str) -> None:
     add("--gateway", metavar="URL[,URL]", help="the gateway to join (token: ROSE_WORKER_TOKEN)")
     add("--worker-name", default="", metavar="NAME", help="registered name (HOSTNAME-PID)")
     add("--label", action="append", default=[], metavar="K=V", help="label in the gateway; may be repeated")
+    add("--owner-host", default="127.0.0.1", metavar="HOST", help="address of the controls and of /metrics (127.0.0.1)")
     add("--owner-port", type=int, default=0, metavar="N", help="port of the controls; 0 is a free one")
     add("--mode", "--lend-mode", choices=MODES, default="auto", help="when to lend; auto is decode with budgets")
     add("--ttft-ms", type=float, metavar="MS", help="serving's budget for a first token")
@@ -112,6 +113,7 @@ def _configure_engine(parser: argparse.ArgumentParser, engine: str) -> None:
     else:
         parser.set_defaults(kv="static", tensor_parallel=0)
     add("--engine-flag", "--vllm-flag", action="append", default=[], metavar="FLAG", help=FLAG_HELP)
+    add_log_option(parser)
     what = "Python interpreter that has the engine"
     add("--engine-python", "--vllm-python", default=sys.executable, metavar="PATH", help=what)
 
@@ -249,15 +251,17 @@ def _lend_beside(arguments: argparse.Namespace) -> int:
     import logging
 
     from rose.config.server_settings import LendSettings
+    from rose.observe.log_format import choose_format, configure_logs
     from rose.vllm.engine_process import RolloutEngineSettings
-    from rose.vllm.lend_session import lend
+    from rose.vllm.lend_session import AdminAddress, lend
     from rose.vllm.pool_membership import KvChoice
     from rose.vllm.vllm_agent import VllmEngineClient, VllmLending
 
     client_type: type[VllmEngineClient] = VllmEngineClient
     if arguments.action == "sglang":
         from rose.sglang.sglang_agent import SglangEngineClient as client_type
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    choose_format(arguments.log_format)
+    configure_logs(logging.INFO)
     terms = LendSettings(
         mode=arguments.mode,
         ttft_ms=arguments.ttft_ms,
@@ -281,5 +285,6 @@ def _lend_beside(arguments: argparse.Namespace) -> int:
     serving, replica = arguments.serving_url or "", arguments.serving_replica
     lending = VllmLending(engine, serving, terms.chosen_mode, terms.budgets, arguments.compute, kv, replica)
     labels = labels_of(arguments.label)
-    work = lend(lending, arguments.gateway, arguments.worker_name, arguments.owner_port, client_type, labels)
+    admin = AdminAddress(arguments.owner_host, arguments.owner_port)
+    work = lend(lending, arguments.gateway, arguments.worker_name, admin, client_type, labels)
     return asyncio.run(work)

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 from rose.cli.command_parser import CommandParser
 from rose.errors import ConfigError
 
-from rose.errors import ConfigError
-
 LABELS_MAX, LABEL_CHARACTERS_MAX = 16, 64  # the limits of a worker's registration (api/worker_messages.py)
 Settings = TypeVar("Settings")
 
@@ -56,6 +54,11 @@ def check_folders(*paths: Path | None) -> None:
     for path in filter(None, paths):
         if not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}", hint="make it first")
+
+
+def add_log_option(parser: argparse.ArgumentParser) -> None:
+    what = "log lines as plain text or as JSON (plain; or ROSE_LOG_FORMAT)"
+    parser.add_argument("--log-format", choices=("plain", "json"), help=what)
 
 
 def add_settings_options(parser: argparse.ArgumentParser, command: str | None = None) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose.cli.options import add_override_option, print_json, print_table
+from rose.cli.options import add_log_option, add_override_option, print_json, print_table
 from rose.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", type=Path, metavar="settings.yaml", help="a YAML file of settings")
     parser.add_argument("--settings", type=Path, metavar="FILE", help="the same, as other commands name it")
     add_override_option(parser, "run")
+    add_log_option(parser)
     parser.add_argument("--profile", metavar="NAME", help="a set of defaults: default or rollout-heavy")
     parser.add_argument("--compare", action="store_true", help="alternate steps with and without the borrowed device")
     parser.add_argument("--asynchronous", action="store_true", help="rollouts never stop; the trainer learns meanwhile")
@@ -53,10 +53,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import asyncio
-    import logging
 
     from rose.cli.main import EXIT_INTERRUPTED
     from rose.config.yaml_text import as_override
+    from rose.observe.log_format import choose_format, configure_logs
     from rose.run.resuming import is_finished, settings_to_resume
     from rose.run.run_settings import load_run_settings
     from rose.run.trainer_rank import RankPlan, follow, rank_of_torchrun
@@ -85,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _print_plan(settings, arguments)
     if rank := rank_of_torchrun(settings.train.ranks):
         return follow(RankPlan(rank, settings.train))
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    choose_format(arguments.log_format)
+    configure_logs()
 
     from rose.openai.loops import loop_factory
     from rose.run.local import run_locally

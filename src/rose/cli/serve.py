@@ -11,11 +11,10 @@ With `--gateway URL` the rollout side of the device also works for that gateway.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose.cli.options import add_settings_options, labels_of, say, settings_of
+from rose.cli.options import add_log_option, add_settings_options, labels_of, say, settings_of
 from rose.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,18 +57,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="TCP port; 0 takes a free one (8000)")
     parser.add_argument("--name", help="the name clients use for the model (the folder's)")
     parser.add_argument("--kv-memory-mb", type=int, metavar="N", help="memory for keys and values, in MiB (512)")
+    add_log_option(parser)
     add_settings_options(parser, "serve")
 
 
 def run(arguments: argparse.Namespace) -> int:
     import asyncio
-    import logging
 
     from rose.config.server_settings import DeviceSettings
     from rose.device.device_service import serve
+    from rose.observe.log_format import choose_format, configure_logs
     from rose.openai.loops import loop_factory
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    choose_format(arguments.log_format)
+    configure_logs()
     settings = settings_of(arguments, DeviceSettings, FLAGS)
     model = _demo_model(arguments.model) if arguments.demo else arguments.model
     if arguments.lend is not None and model is not None:

@@ -10,6 +10,7 @@ import argparse
 import random
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from rose.cli.options import add_json_option, print_json
@@ -83,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _forecast(arguments: argparse.Namespace) -> int:
     from rose.core.slo import Budgets
     from rose.engines.profiles import load_profile
+    from rose.observe.intervals import share_text
     from rose.plan.traffic import recorded_traffic, traffic_by_hand
     from rose.sim.device_forecast import forecast
 
@@ -102,11 +104,14 @@ def _forecast(arguments: argparse.Namespace) -> int:
     arrivals = traffic.source.arrivals((begin_s, begin_s + seconds), 1.0, random.Random(seed))
     budgets = Budgets(arguments.ttft_ms / 1000, arguments.tpot_ms / 1000, answer_s=600.0)
     found = forecast(arguments.profile, arguments.rollout_profile, arrivals, budgets, seconds=seconds, seed=seed)
+    if arguments.json:
+        print_json({"traffic": traffic.what, **asdict(found)})
+        return 0
     print(f"{traffic.what}; {found.requests:,} requests in {seconds:g} s, 32 trajectories of rollouts")
     print(f"rollouts   {found.rollout_tokens_s:,.0f} tokens/s computed, {found.lent_share:.1%} of the time lent")
     print(f"TTFT       P50 {1000 * found.ttft_p50_s:.1f} ms, P99 {1000 * found.ttft_p99_s:.1f} ms, without HTTP")
     print(f"TPOT       P50 {1000 * found.tpot_p50_s:.2f} ms, P99 {1000 * found.tpot_p99_s:.2f} ms")
-    print(f"in budget  {found.in_budget:.2%} of {found.requests:,}")
+    print(f"in budget  {share_text(round(found.in_budget * found.requests), found.requests, 'requests')}")
     return 0
 
 

@@ -24,6 +24,12 @@ ALERTS = {  # name -> expression, summary; an alert is raised after five minutes
         "For ten minutes some worker has not run the newest weights. GET /v1/pool says why.",
     ),
     "RoseWeightsFailures": ("increase(rose_weights_failures_total[15m]) > 0", "Workers fail to fetch weights."),
+    "RoseBreaches": (
+        'increase(rose_slo_breaches_total{kind=~"ttft|tpot"}[15m]) > 0',
+        "Lending cost users a deadline that serving alone would have met. `rose lend pause` stops lending.",
+    ),
+    "RoseBreakerTrips": ("increase(rose_breaker_trips_total[15m]) > 0", "The circuit breaker stopped lending."),
+    "RoseEngineRestarts": ("increase(rose_engine_restarts_total[15m]) > 2", "A rollout engine dies again and again."),
 }
 
 

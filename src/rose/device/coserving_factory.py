@@ -36,6 +36,7 @@ from rose.engines.embedded.runner import block_bytes
 from rose.errors import ConfigError
 from rose.models.model_folder import served_spec
 from rose.observe.journal import core_vocabulary, line_of
+from rose.observe.wall_clock import stamped
 
 KIB = 1 << 10
 SAFE_MODES = ("idle", "decode")
@@ -193,7 +194,7 @@ def keep_journal(arbiter: StepArbiter, memory: SharedMemory, link: EngineLink) -
     vocabulary = core_vocabulary()
 
     def note(now_s: float, fact: Any, decisions: Sequence[Any]) -> None:
-        link.send(engine_messages.Noted(line_of(vocabulary, now_s, fact, decisions)))
+        link.send(engine_messages.Noted(stamped(line_of(vocabulary, now_s, fact, decisions))))
 
     def note_grant(now_s: float, view: Any, rollouts: Any, grant: Any) -> None:
         note(now_s, LendingAsked(view, rollouts), [grant])

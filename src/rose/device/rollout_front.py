@@ -29,6 +29,7 @@ from rose.device.supervision import supervise
 from rose.engines.process_keeper import ChildProcess, RestartPolicy, keep_running
 from rose.errors import RoseError, Unavailable
 from rose.models.model_folder import load_model_folder
+from rose.observe.log_format import configure_logs
 from rose.observe.metrics import Metrics
 from rose.openai.access import API_KEY_VARIABLE, OWNER_VARIABLE
 from rose.openai.http_context import HttpContext
@@ -129,7 +130,7 @@ async def run(arguments: RolloutFront) -> None:
 def main() -> int:
     die_with_parent(int(sys.argv[1]))
     os.nice(NICENESS)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s rollouts: %(message)s", stream=sys.stderr)
+    configure_logs(role="rollouts")
     arguments = msgspec.json.decode(sys.stdin.buffer.read(), type=RolloutFront)
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:

@@ -1,6 +1,9 @@
 """The journal: every fact and the decisions it led to, as JSON lines, enough to decide again.
 
-    {"t": 12.5, "fact": {"kind": "StepFeatures", "new_tokens": 64, ...}, "decisions": [{"kind": "Grant", ...}]}
+    {"utc": "2026-11-19T23:31:58.123456Z", "t": 12.5, "fact": {"kind": "StepFeatures", "new_tokens": 64, ...},
+     "decisions": [{"kind": "Grant", ...}]}
+
+`t` is the monotonic clock, by which decisions are made; `utc` is when the line was made, for people.
 
 One `append` is one write of one whole line, so a killed process loses nothing it appended. What a power cut or a full
 disk left after the last newline is torn: the reader reports it, and the next writer cuts it off. A broken line anywhere
@@ -18,7 +21,7 @@ import glob
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ import msgspec
 from rose.bounds import INT64_MAX
 from rose.core import accountant, facts, groups, memory, shard_balance
 from rose.errors import ConfigError, JournalCorrupt, Unavailable
+from rose.observe.wall_clock import stamped
 
 KIND = "kind"
 _FLOAT = "$float"
@@ -117,6 +121,7 @@ class JournalEntry:
     t_s: float
     fact: Any
     decisions: tuple[Any, ...]
+    utc: str = field(default="", compare=False)  # empty in journals of 0.1
 
 
 @dataclass(slots=True)
@@ -133,6 +138,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     t: float
     fact: dict[str, Any]
     decisions: list[dict[str, Any]]
+    utc: str = ""
 
 
 _LINE = msgspec.json.Decoder(_Line)
@@ -159,7 +165,7 @@ class Journal:
 
     def append(self, now_s: float, fact: Any, decisions: Sequence[Any] = ()) -> None:
         """Write one line. Raises Unavailable if the disk does not take it; the journal is then as before."""
-        self.append_line(line_of(self._vocabulary, now_s, fact, decisions))
+        self.append_line(stamped(line_of(self._vocabulary, now_s, fact, decisions)))
 
     def append_line(self, line: bytes) -> None:
         """Write a line that another process has made by `line_of`."""
@@ -214,7 +220,7 @@ def read(path: str | Path, vocabulary: RecordTypes | None = None, notes: Notes |
 
 
 def line_of(vocabulary: RecordTypes, now_s: float, fact: Any, decisions: Sequence[Any]) -> bytes:
-    """Return one line of a journal."""
+    """Return one line of a journal, without the wall-clock time; `stamped` adds that."""
     trees = [vocabulary.to_tree(decision) for decision in decisions]
     return msgspec.json.encode({"t": now_s, "fact": vocabulary.to_tree(fact), "decisions": trees}) + b"\n"
 
@@ -239,7 +245,7 @@ def _entry_of(file: Path, number: int, line: bytes, vocabulary: RecordTypes) -> 
     try:
         entry = _LINE.decode(line)
         decisions = tuple(vocabulary.from_tree(decision) for decision in entry.decisions)
-        return JournalEntry(file, number, entry.t, vocabulary.from_tree(entry.fact), decisions)
+        return JournalEntry(file, number, entry.t, vocabulary.from_tree(entry.fact), decisions, entry.utc)
     except (msgspec.MsgspecError, UnknownRecord, UnicodeError, RecursionError) as error:
         raise _corrupt(file, number, str(error)) from error
 

@@ -15,7 +15,7 @@ import hmac
 import ipaddress
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
@@ -91,6 +91,13 @@ def check_bearer(request: web.Request, token: str) -> None:
             headers={"WWW-Authenticate": "Bearer", "Connection": "close"},
         )
     mark_authenticated(request)
+
+
+def check_any_bearer(request: web.Request, tokens: Sequence[str]) -> None:
+    """Raise Failure (401) for a request that bears none of these tokens."""
+    key = key_of(request)
+    matches = [hmac.compare_digest(key, token.encode()) for token in tokens]  # all of them: the time tells nothing
+    check_bearer(request, tokens[matches.index(True)] if any(matches) else tokens[0])
 
 
 async def brake(request: web.Request, failure: Failure) -> None:

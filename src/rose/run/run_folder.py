@@ -15,7 +15,8 @@
 
 Only its user may enter the folder. A run can go on for months, so the files that grow with time are bounded: the oldest
 lines of serving.jsonl and of the logs are dropped, and a full metrics.jsonl takes only the records in `KEPT_KINDS`. A
-run never writes into the folder of another; only `rose run --resume` continues in an existing folder.
+run never writes into the folder of another; only `rose run --resume` continues in an existing folder. Times
+`at_s` are of the monotonic clock; `utc` in each line is when it was written.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rose.config.loading import write_resolved
 from rose.envs.openai_agent import absolute_name
 from rose.errors import ConfigError, Unavailable
 from rose.observe.journal import Journal
+from rose.observe.wall_clock import stamped
 from rose.private_files import FOLDER_MODE, write_durable
 from rose.run.rotating import RotatingFile
 from rose.run.run_records import (
@@ -148,12 +150,12 @@ class RunFolder:
         Raises Unavailable on a full disk.
         """
         if self._metrics.size_bytes < METRICS_BYTES_MAX or isinstance(record, KEPT_KINDS):
-            self._metrics.append(_encoder.encode(record))
+            self._metrics.append(stamped(_encoder.encode(record)))
         if self._tracker is not None:
             self._tracker.add(record)
 
     def served(self, line: bytes) -> None:
-        self._serving.append(line)
+        self._serving.append(stamped(line.strip()))
 
     def decided(self, fact: object, decisions: list[object]) -> None:
         self.journal.append(time.monotonic(), fact, decisions)

@@ -41,8 +41,10 @@ def test_what_was_appended_is_read_back(tmp_path):
 
 def test_every_line_can_be_read_by_other_tools(tmp_path):
     path = write(tmp_path / "journal.jsonl", 1)
+    utc = next(read(path)).utc
     assert path.read_text() == (
-        '{"t":0.0,"fact":{"kind":"StepFeatures","new_tokens":0,"kv_read_tokens":0,"new_by_context":0,"sequences":0},'
+        f'{{"utc":"{utc}","t":0.0,'
+        '"fact":{"kind":"StepFeatures","new_tokens":0,"kv_read_tokens":0,"new_by_context":0,"sequences":0},'
         '"decisions":[{"kind":"Grant","tokens":512,"sequences":4,"until_s":2.5,"reason":"serving is idle",'
         '"step_s_max":{"$float":"inf"}}]}\n'
     )

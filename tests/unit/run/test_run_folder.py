@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -60,8 +61,9 @@ def test_lines_facts_and_files(settings):
     folder.served(b'{"at_s": 1}')
     folder.write("summary.json", "{}")
     folder.close()
-    assert read_lines(folder.path / "metrics.jsonl") == [{"kind": "finished", "step": 1}]
-    assert read_lines(folder.path / "serving.jsonl") == [{"at_s": 1}]
+    for name, fields in (("metrics.jsonl", {"kind": "finished", "step": 1}), ("serving.jsonl", {"at_s": 1})):
+        [line] = read_lines(folder.path / name)
+        assert datetime.fromisoformat(line.pop("utc")).tzinfo == UTC and line == fields
     [entry] = read(folder.path / "journal.jsonl")  # as `rose journal show` does
     assert entry.fact == MemberEnded("it/0/0", 0, 0, 1.0, True, 4) and entry.decisions == ()
     assert [path.name for path in folder.path.iterdir() if path.name.startswith(".")] == []

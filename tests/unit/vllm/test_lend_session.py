@@ -22,7 +22,7 @@ from rose.errors import ConfigError, Unavailable
 from rose.vllm import lend_session
 from rose.vllm.control_segment import Status
 from rose.vllm.engine_process import RolloutEngineSettings, launch_command
-from rose.vllm.lend_session import VllmAdminRoutes
+from rose.vllm.lend_session import AdminAddress, VllmAdminRoutes
 from rose.vllm.vllm_agent import VllmLending
 from rose.weights.weight_metrics import ReceiveMetrics
 
@@ -184,7 +184,7 @@ def test_the_session_ends_with_the_reason_of_its_engine(
     name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Routes(VllmAdminRoutes):
-        def __init__(self, client: Any, token: str) -> None:
+        def __init__(self, client: Any, token: str, metrics_tokens: tuple[str, ...]) -> None:
             self._client, self._token = client, token
 
     CLIENTS.clear()
@@ -204,3 +204,43 @@ def test_a_worker_without_its_token_is_refused(tmp_path: Path, monkeypatch: pyte
     lending = VllmLending(RolloutEngineSettings(tmp_path))
     with pytest.raises(ConfigError, match="worker token"):
         lend_session._agent_settings(lending, "http://gateway", "name")
+
+
+@pytest.mark.parametrize(
+    "key, status", [("", 401), ("a-wrong-token-x", 401), ("scraper-token-16", 200), ("owner-token-1234", 200)]
+)
+def test_metrics_that_other_machines_reach_need_a_token(
+    key: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROSE_METRICS_TOKEN", "scraper-token-16")
+    monkeypatch.setenv("ROSE_OWNER_TOKEN", "owner-token-1234")
+    admin = AdminAddress("0.0.0.0")
+    admin.check()
+    assert AdminAddress().metrics_tokens("owner-token-1234") == () and admin.url(80) == "http://127.0.0.1:80"
+
+    async def scrape() -> tuple[int, int]:
+        client = client_of(tmp_path, monkeypatch)
+        routes = VllmAdminRoutes(client, "owner-token-1234", admin.metrics_tokens("owner-token-1234"))
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with TestClient(TestServer(routes.application())) as http:
+            async with (
+                http.get("/metrics", headers=headers) as metrics,
+                http.get("/rose/lending", headers=headers) as own,
+            ):
+                found = metrics.status, own.status
+        client._locks.close()
+        return found
+
+    metrics, own = asyncio.run(scrape())
+    assert metrics == status
+    assert (own == 401) == (key != "owner-token-1234")  # a scraper's token opens nothing else
+
+
+def test_controls_for_other_machines_need_a_token_that_these_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROSE_OWNER_TOKEN", raising=False)
+    AdminAddress("::1").check()
+    with pytest.raises(ConfigError, match="ROSE_OWNER_TOKEN is not set"):
+        AdminAddress("10.0.0.1").check()
+    monkeypatch.setenv("ROSE_METRICS_TOKEN", "owner-token-1234")
+    with pytest.raises(ConfigError, match="the same token"):
+        AdminAddress("10.0.0.1").metrics_tokens("owner-token-1234")

@@ -44,9 +44,12 @@ FIGURES = {
     "lost": "lost",
     "doubled": "counted twice",
 }
-SHARES = ("success_before", "success_after", "rollout_share", "borrowed_share", "serving_attainment",
-          "serving_attainment_alone", "allocation_overhead_share")  # fmt: skip
-FINE_SHARES = ("serving_attainment", "serving_attainment_alone", "allocation_overhead_share")
+SHARES = ("success_before", "success_after", "rollout_share", "borrowed_share", "allocation_overhead_share")
+FINE_SHARES = ("allocation_overhead_share",)
+JUDGED = {  # shares of requests -> how many requests they are of
+    "serving_attainment": "serving_requests_lent",
+    "serving_attainment_alone": "serving_requests_alone",
+}
 MONEY = ("cost_per_correct", "cost_per_correct_fixed")
 NAMES = ("name", "runs")  # settings that differ between any two runs
 HEAD = ("run", "began", "environment", "steps", "success", "borrowed", "serving", "$/million right", "fixed", "state")
@@ -107,7 +110,7 @@ def _show(arguments: argparse.Namespace) -> None:
     print(f"run {run.name}, {run.state}, began {_when(run.began_s)}, in {run.path}")
     if run.summary is not None:
         figures = figures_of(run)
-        print_table([(words, _value(key, figures[key])) for key, words in FIGURES.items()], indent="  ")
+        print_table([(words, _shown(run, key, figures[key])) for key, words in FIGURES.items()], indent="  ")
         notes = run.summary.get("notes")
         if isinstance(notes, list) and notes:
             print("\nnotes:\n" + "\n".join(f"  {note}" for note in notes))
@@ -164,7 +167,9 @@ def _compare(arguments: argparse.Namespace) -> None:
         return
     rows = [("", *(run.name for run in runs), "last / first" if len(runs) == 2 else "")]
     for key, words in FIGURES.items():
-        rows.append((words, *(_value(key, values[key]) for values in figures), _ratio(key, figures)))
+        rows.append(
+            (words, *(_row_value(run, key, values[key]) for run, values in zip(runs, figures)), _ratio(key, figures))
+        )
     _print_figures(rows)
     print("\nsettings in which they differ:" if differing else "\nTheir settings are the same.")
     print_table([(key, *map(_setting, values)) for key, values in differing.items()], indent="  ")
@@ -185,12 +190,31 @@ def figures_of(run: PastRun) -> dict[str, Any]:
 def _row(run: PastRun) -> tuple[str, ...]:
     figures = figures_of(run)
     before, after, *others = (
-        _value(key, figures[key])
+        _row_value(run, key, figures[key])
         for key in ("success_before", "success_after", "borrowed_share", "serving_attainment", *MONEY)
     )
     environment = str(run.settings.get("environment", "-"))
     steps = _value("steps", figures["steps"])
     return (run.name, _when(run.began_s), environment, steps, f"{before} > {after}", *others, run.state)
+
+
+def _in_budget(run: PastRun, key: str, *, is_short: bool = False) -> str:
+    """Return how many requests kept their budgets, of how many; with an interval unless it has to be short."""
+    from rose.run.run_statistics import kept_text
+
+    summary = run.summary or {}
+    share, count = summary.get(key), summary.get(JUDGED[key])
+    if not isinstance(share, int | float) or not isinstance(count, int) or not count:
+        return "-"
+    return f"{round(share * count):,}/{count:,}" if is_short else kept_text(share, count, "requests")
+
+
+def _row_value(run: PastRun, key: str, value: Any) -> str:
+    return _in_budget(run, key, is_short=True) if key in JUDGED else _value(key, value)
+
+
+def _shown(run: PastRun, key: str, value: Any) -> str:
+    return _in_budget(run, key) if key in JUDGED else _value(key, value)
 
 
 def _value(key: str, value: Any) -> str:
@@ -205,6 +229,8 @@ def _value(key: str, value: Any) -> str:
 
 def _ratio(key: str, figures: Sequence[dict[str, Any]]) -> str:
     """Return the ratio of two runs, where both have a number."""
+    if key in JUDGED:
+        return ""
     first, last = figures[0][key], figures[-1][key]
     if len(figures) != 2 or not all(isinstance(value, int | float) for value in (first, last)) or not first:
         return ""

@@ -29,6 +29,7 @@ from rose.run.job import Job
 from rose.run.learning import Learner, TrainerThread, serving_model
 from rose.run.lending_switch import LendingSwitch, Stall
 from rose.run.monitor import PoolSample, PoolWatch
+from rose.run.origin import origin_record
 from rose.run.past_runs import Stopped, exit_record
 from rose.run.process_site import ProcessEvents, Site, StartedProcess, site_of
 from rose.run.process_specs import check_vllm, join_s_max, make_tokens, operators_entry, secrets_of_run
@@ -70,6 +71,7 @@ async def _run_at(site: Site, placement: Placement, settings: RunSettings, scree
             screen.say(note)
         folder.record(start.record())
         folder.decided(RunResumed(start.step, start.next_group, start.outstanding), [])
+    folder.record(origin_record())
     for note in placement.notes:
         screen.say(note)
     local = LocalRun(settings, site, placement, folder, start, screen)

@@ -46,6 +46,7 @@ from rose.run.run_records import (
     FinishedRecord,
     LendingRecord,
     LentRecord,
+    OriginRecord,
     ResumeRecord,
     RunRecord,
     StepRecord,
@@ -114,7 +115,7 @@ SERVING_BYTES_MAX = 64 << 20  # some 400,000 requests, twice; the summary reads 
 METRICS_BYTES_MAX = 64 << 20  # five days of samples; a step is some 2 KB and is written in any case
 KEPT_KINDS = (
     StepRecord, BalanceRecord, SyncRecord, WeightsRecord, EvaluationRecord, CostsRecord, LendingRecord, LentRecord,
-    FinishedRecord, ResumeRecord, EndedRecord,
+    FinishedRecord, ResumeRecord, EndedRecord, OriginRecord,
 )  # fmt: skip
 
 

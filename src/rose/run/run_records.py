@@ -286,6 +286,15 @@ class ResumeRecord(RunRecord, tag="resume", frozen=True, kw_only=True):
     checkpoint: Text | None = None
 
 
+class OriginRecord(RunRecord, tag="origin", frozen=True, kw_only=True):
+    """Where a run comes from, so that its report can be judged: version, command, machine and day. One per start."""
+
+    version: Label = ""
+    command: Words = ""
+    machine: Words = ""
+    began_utc: Label = ""
+
+
 class EndedRecord(RunRecord, tag="ended", frozen=True, kw_only=True):
     """How a run ended early: interrupted or failed."""
 

@@ -25,6 +25,7 @@ from rose.run.run_records import (
     DeathRecord,
     EndedRecord,
     EvaluationRecord,
+    OriginRecord,
     RunRecord,
     SampleRecord,
     StepRecord,
@@ -103,7 +104,9 @@ def html_report(summary: Summary, lines: Sequence[RunRecord], served: Sequence[U
         summary=summary,
         settings=settings,
         plot_style=Markup(STYLE),
+        title=_title(summary, known),
         opening=_opening(summary, lines, known),
+        origin=_origin_rows(lines),
         tiles=_tiles(summary) if has_steps else [],
         plots=_plots(lines, served, known) if has_steps else {},
         bases=BASES,
@@ -120,6 +123,29 @@ def usd_pair(value: float, other: float) -> tuple[str, str, str]:
     """Return two prices for as many correct answers as make them readable, and how many answers that is."""
     scale = next((scale for scale in SCALES if max(value, other) * scale >= 0.01), max(SCALES))
     return f"{value * scale:.3g}", f"{other * scale:.3g}", SCALES[scale]
+
+
+def _title(summary: Summary, settings: dict[str, Any]) -> str:
+    """Return what was learnt, and the name of the run."""
+    loss = str(settings.get("train", {}).get("loss", {}).get("name", "")).upper()
+    return " ".join(filter(None, (loss, "on", str(settings.get("environment", "a task")), "·", summary.name)))
+
+
+def _origin_rows(lines: Sequence[RunRecord]) -> list[tuple[str, str]]:
+    """Return where the run comes from; of a run that was resumed also each command after the first."""
+    origins = of_kind(lines, OriginRecord)
+    if not origins:
+        return []
+    first = origins[0]
+    resumed = [("resumed", f"{each.began_utc}: {each.command}") for each in origins[1:]]
+    machine = ("machine", first.machine)
+    return [
+        ("command", first.command),
+        *resumed,
+        machine,
+        ("began", first.began_utc),
+        ("version", f"ROSE {first.version}"),
+    ]
 
 
 def _opening(summary: Summary, lines: Sequence[RunRecord], settings: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ COMMANDS = {
     "serve": "serve a model like OpenAI's API, and lend idle time to rollouts",
     "lend": "control a lent device: status, pause, resume, drain, limits",
     "gateway": "start the one endpoint for agents and trainers, before all workers",
-    "pool": "list and control a gateway's workers: pause, resume, drain, limits",
+    "pool": "list and control the workers of a gateway: pause, drain, limits",
     "weights": "list, show, verify, compare and delete weight versions in a relay",
     "relay": "start a relay between a trainer and its rollout workers",
     "load": "send open-loop load to a server, check latencies against budgets",
@@ -35,7 +35,7 @@ COMMANDS = {
     "play": "watch the model of a run play one game, move by move",
     "verify": "check on one GPU what ROSE promises, and write a report to share",
     "plan": "say what lending would give on your fleet, from a traffic trace",
-    "profile": "record step profiles beside a running lent device",
+    "profile": "record step profiles of a lent device, for `rose plan` and `sim`",
     "sim": "simulate a rollout cluster with faults, and check its invariants",
 }
 REPLACED = {"demo": "rose serve --demo"}  # former command -> the new one; for one release

@@ -15,7 +15,7 @@ from urllib import error, request
 from rose.cli.options import labels_of, print_table
 from rose.errors import ConfigError, RequestRefused, Unavailable
 
-SUMMARY = "list and control a gateway's workers: pause, resume, drain, limits"
+SUMMARY = "list and control the workers of a gateway: pause, drain, limits"
 ORDERS = {
     "pause": "give them no turns; the rollout model stays loaded",
     "resume": "give them turns again",

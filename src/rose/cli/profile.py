@@ -14,7 +14,7 @@ from typing import Any
 from rose.cli.options import say
 from rose.errors import ConfigError
 
-SUMMARY = "record step profiles beside a running lent device"
+SUMMARY = "record step profiles of a lent device, for `rose plan` and `sim`"
 SECONDS_MAX = 86_400.0
 EXAMPLE = """example, with one lent device under traffic on this machine:
   rose profile --record serving.json --rollout-record rollout.json --seconds 60

@@ -134,8 +134,10 @@ def test_lending_beside_an_engine_starts_its_client(engine, client, monkeypatch,
 
     monkeypatch.setattr("rose.vllm.lend_session.lend", lend)
     flags = ["--rollout-model", str(tmp_path), "--engine-python", "a-python", "--engine-flag=--more"]
-    assert main(["lend", engine, *flags, "--gateway", "http://g"]) == 0
-    [(lending, gateway, _, _, client_type, _)] = calls
+    address = ["--owner-host", "127.0.0.2", "--owner-port", "9100"]
+    assert main(["lend", engine, *flags, *address, "--gateway", "http://g", "--label", "zone=a"]) == 0
+    [(lending, gateway, _, admin, client_type, labels)] = calls
+    assert (admin.host, admin.port, labels) == ("127.0.0.2", 9100, {"zone": "a"})
     assert (lending.engine.python, lending.engine.extra, gateway) == ("a-python", ("--more",), "http://g")
     assert client_type.__name__ == (client or "VllmEngineClient")
 

@@ -91,7 +91,7 @@ test: dev
 
 test-all: test-slow test-long test-install test-vllm test-sglang
 
-test-slow: dev system-packages venv-relays venv-deploy venv-alfworld venv-tensorboard venv-verifiers venv-trl
+test-slow: dev system-packages venv-relays venv-deploy venv-alfworld venv-trackers venv-verifiers venv-trl
 	$(BIN)/python -m pytest -m "slow and not long and not vllm and not sglang" --timeout=1200 --durations=25
 
 # Whole trainings and many seeds, which take minutes each: before a release.
@@ -242,12 +242,12 @@ $(VENV)/.alfworld: $(VENV)/.dev
 	@$(PIP) install -c constraints.txt -e '.[alfworld]'
 	@touch $@
 
-.PHONY: venv-tensorboard
-venv-tensorboard: $(VENV)/.tensorboard
+.PHONY: venv-trackers
+venv-trackers: $(VENV)/.trackers
 
-$(VENV)/.tensorboard: $(VENV)/.dev
-	@echo "Installing TensorBoard, which reads back what runs write for it."
-	@$(PIP) install -c constraints.txt -e '.[tensorboard]'
+$(VENV)/.trackers: $(VENV)/.dev
+	@echo "Installing TensorBoard, Weights & Biases and MLflow, which read back what runs write for them."
+	@$(PIP) install -c constraints.txt -e '.[trackers]'
 	@touch $@
 
 .PHONY: venv-docs

@@ -15,7 +15,7 @@ import pytest
 
 EXTRAS = {  # extras of pyproject.toml that targets install for tests, and the packages that tests import by them
     "alfworld": ("alfworld", "textworld", "fast_downward"),
-    "tensorboard": ("tensorboard",),
+    "trackers": ("tensorboard", "wandb", "mlflow"),
     "relay-tests": ("obstore", "moto", "mooncake"),
     "deploy-tests": ("kubernetes_validate",),
 }

@@ -1,4 +1,4 @@
-"""A run in TensorBoard: which lines become curves, and what is said where TensorBoard is not."""
+"""A run in trackers: which lines become curves, what the trackers read back, and what is said where they are not."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ def test_a_run_is_not_tracked_unless_it_is_asked_for(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_package_it_is_said_before_anything_starts(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", tracking.TRACKERS)
+def test_without_the_package_it_is_said_before_anything_starts(name, tmp_path, monkeypatch):
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="rose-rl\\[tensorboard\\]"):
-        open_tracker(ON, tmp_path)
+    with pytest.raises(ConfigError, match=f"rose-rl\\[{name}\\]"):
+        open_tracker(TrackingSettings(**{name: True}), tmp_path)
 
 
 def test_every_line_of_a_run_goes_where_it_belongs(tmp_path, tensorboard):
@@ -71,7 +72,7 @@ def test_every_line_of_a_run_goes_where_it_belongs(tmp_path, tensorboard):
     for line in run_lines():
         tracker.add(record(line))
     tracker.close()
-    writer = tracker._writer
+    writer = tracker._writers[0]._writer
     assert writer.folder == str(tmp_path / "tensorboard") and writer.is_closed
     found = {(event.summary.value[0].tag, event.step): event.summary.value[0].simple_value for event in writer.events}
     assert found["evaluation/success", 8] == 0.6 and found["rollout/success", 3] == pytest.approx(19 / 64)
@@ -85,7 +86,7 @@ def test_what_a_step_does_not_know_is_no_curve():
     assert "train/staleness_max" not in found
 
 
-@needs("tensorboard")
+@needs("trackers")
 def test_tensorboard_reads_it_back(tmp_path):
     from tensorboard.backend.event_processing import event_accumulator as accumulator
 
@@ -95,3 +96,29 @@ def test_tensorboard_reads_it_back(tmp_path):
     read = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     [event] = read.Scalars("rollout/success")
     assert (event.step, event.value) == (4, pytest.approx(20 / 64))
+
+
+@needs("trackers")
+def test_mlflow_reads_it_back(tmp_path, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracker = open_tracker(TrackingSettings(mlflow=True, project="games"), tmp_path)
+    for number in (4, 5):
+        tracker.add(record(step(number, 0.0)))
+    tracker.close()
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    [run] = client.search_runs([client.get_experiment_by_name("games").experiment_id])
+    assert run.info.run_name == tmp_path.name and run.info.status == "FINISHED"
+    points = client.get_metric_history(run.info.run_id, "rollout/success")
+    assert [(point.step, point.value) for point in points] == [(4, pytest.approx(20 / 64)), (5, pytest.approx(21 / 64))]
+
+
+@needs("trackers")
+def test_weights_and_biases_keeps_it_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = open_tracker(TrackingSettings(wandb=True, project="games"), tmp_path)
+    tracker.add(record(step(4, 0.0)))
+    tracker.close()
+    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"rollout/success" in file.read_bytes() and b"games" in file.read_bytes()

@@ -54,7 +54,7 @@ WRONG = [
     ("run --compare --set steps=6", 2, "by fours", "steps=8"),
     ("run --set agent=nope.py:play", 2, "nope.py", "agent"),
     ("run --set rollout_model=nowhere --dry-run", 2, "nowhere", "rose model new"),
-    ("run --set tracking.nothing=true", 2, "unknown setting `tracking.nothing`", "tracking.tensorboard"),
+    ("run --set tracking.tensorbord=true", 2, "unknown setting `tracking.tensorbord`", "tracking.tensorboard"),
     ("run --json", 2, "a run prints no JSON", "rose runs show --json"),
     ("run --on moon", 2, "--on cannot be `moon`", "rose run --help"),
     # rose serve, rose gateway

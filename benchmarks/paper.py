@@ -21,12 +21,12 @@ from typing import Any
 import harness
 from reproduction import competitors, setups, sharing
 from reproduction.comparison import (
-    BOUND_SHARE,
     CELLS,
     RATIO_MIN,
     REPRODUCED,
     SetupRuns,
     cell_row,
+    is_bound,
     job_rows,
     sharing_rows,
 )
@@ -113,7 +113,7 @@ def bars(cells: list[dict[str, Any]], shared: list[dict[str, Any]], jobs: list[d
             bar = harness.wanted(f"{what}: paper's rules from the paper's figure", round(apart, 3), REPRODUCED,
                                  at_most=True)  # fmt: skip
             made.append(bar)
-        least = RATIO_MIN if row["longest_share"] < BOUND_SHARE else 1.0
+        least = 1.0 if is_bound(row) else RATIO_MIN
         made.append(harness.wanted(f"{what}: ours over the paper's rules", row["ours_over_paper_rules"], least))
     for row in jobs:
         if row["competitor"].startswith("ours") and "fixed" not in row["competitor"]:

@@ -74,13 +74,19 @@ def cell_row(cell: Cell, setup: str, runs: SetupRuns) -> dict[str, Any]:
 
     paper, ours = ratios(cell.paper), ratios(cell.ours)
     direct = [mine / theirs for mine, theirs in zip(ours, paper, strict=True)]
-    longest = fmean(runs.longest_s) / fmean(one.rollout_s for one in runs.jobs[cell.ours])
     row = {"setup": setup, "against": cell.what, "paper_figure": cell.published.get(setup)}
     row |= _named("paper_rules", paper) | _named("ours", ours) | _named("ours_over_paper_rules", direct)
-    row["longest_share"] = round(longest, 2)
+    row["longest_share"] = None  # batches of an asynchronous job overlap
+    if cell.ours != "ours asynchronous":
+        row["longest_share"] = round(fmean(runs.longest_s) / fmean(one.rollout_s for one in runs.jobs[cell.ours]), 2)
     if cell.ours == "ours GRPO":
         row["over_bound"] = round(fmean(one.rollout_s for one in runs.jobs[cell.ours]) / fmean(runs.bound_s), 2)
     return row
+
+
+def is_bound(row: dict[str, Any]) -> bool:
+    """Return whether the rollouts of a row are bound by one trajectory."""
+    return row["longest_share"] is not None and row["longest_share"] >= BOUND_SHARE
 
 
 def _named(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks/paper.md as Markdown, from a file of benchmarks/paper.py: `reproduction.tables FILE`."""
+"""The tables of docs/benchmarks/paper.md, from a file of benchmarks/paper.py: `-m reproduction.tables FILE`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -56,7 +56,11 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class JobStep:
-    """One step. Of an asynchronous job, `rollout_s` is the time since the trainer took the batch before."""
+    """One step.
+
+    Of an asynchronous job, `rollout_s` is the time since the trainer took the batch before, and the last step has all
+    evictions, borrowed time and allocation.
+    """
 
     begin_s: float
     rollout_s: float
@@ -268,12 +272,7 @@ class AsynchronousCluster(BatchCluster):
         self._place()
 
     def _view(self, worker: BatchWorker) -> WorkerView:
-        view = super()._view(worker)
-        return WorkerView(**{name: getattr(view, name) for name in WorkerView.__slots__} | {"version": self._version})
-
-    @property
-    def _version(self) -> str:
-        return str(self.feed.version)
+        return replace(super()._view(worker), version=str(self.feed.version))
 
 
 def _play_asynchronous(
@@ -287,10 +286,8 @@ def _play_asynchronous(
     cluster.run()
     seconds = cluster.now_s
     cluster.close()
-    steps = list(feed.trained)
-    last = steps[-1]
-    allocation_s = allocation_overhead_s(cluster.past_cycles, 0.0, seconds)
-    fields = {name: getattr(last, name) for name in JobStep.__slots__}
-    totals = {"allocation_s": allocation_s, "evictions": cluster.result.evictions}
-    steps[-1] = JobStep(**fields | totals | {"borrowed_s": cluster.result.borrowed_s})
-    return JobResult(seconds, tuple(steps))
+    last = replace(
+        feed.trained[-1], evictions=cluster.result.evictions, borrowed_s=cluster.result.borrowed_s,
+        allocation_s=allocation_overhead_s(cluster.past_cycles, 0.0, seconds),
+    )  # fmt: skip
+    return JobResult(seconds, (*feed.trained[:-1], last))

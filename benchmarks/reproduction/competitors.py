@@ -15,7 +15,7 @@ from reproduction.setups import (
 from reproduction.sharing import Shared, spread
 from rose.config.server_settings import GatewaySettings
 from rose.core.router import Router
-from rose.sim.job_loop import Algorithm, JobResult, JobShape, Pool, play_job
+from rose.sim.job_loop import Algorithm, JobPool, JobResult, JobShape, play_job
 from rose.sim.prompt_difficulty import PromptSource
 from rose.sim.supply_terms import SupplyTerms, spot_offers, unshared_timeline
 from rose.sim.trajectory_router import TrajectoryRouter
@@ -91,16 +91,16 @@ def figures_of(result: JobResult, rate: float) -> Figures:
     )  # fmt: skip
 
 
-def pool_of(competitor: Competitor, setup: PaperSetup, shared: dict[str, Shared], seed: int) -> Pool:
+def pool_of(competitor: Competitor, setup: PaperSetup, shared: dict[str, Shared], seed: int) -> JobPool:
     if not competitor.supply:
-        return Pool()
+        return JobPool()
     if competitor.supply in ("spot", "serverless"):
         lines = (unshared_timeline(setup.rollout),) * setup.borrowed
         terms = SupplyTerms(cold_start_s=COLD_START_S)
         if competitor.supply == "spot":
             offers = spot_offers(setup.borrowed, SPOT_UP_S, SPOT_DOWN_S, SPOT_SPAN_S, seed)
             terms = SupplyTerms(SPOT_BOOT_S, offers=offers, is_kept=True)
-        return Pool(lambda now_s: lines, terms)
+        return JobPool(lambda now_s: lines, terms)
     usable = [line for line in shared[competitor.supply].timelines if max(line.kv_tokens) > 0 and line.lent_s > 0]
     lent = spread(usable, setup.borrowed) if usable else ()
-    return Pool(lambda now_s: lent)
+    return JobPool(lambda now_s: lent)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rose.core.router import Router
 from rose.engines.profiles import load_profile
 from rose.sim.batch_cluster import PlannedTrajectory, PlannedTurn
-from rose.sim.job_loop import Algorithm, JobResult, JobShape, Pool, play_job
+from rose.sim.job_loop import Algorithm, JobPool, JobResult, JobShape, play_job
 from rose.sim.prompt_difficulty import Difficulty, PromptSource
 from rose.sim.step_costs import StepCosts
 from rose.sim.supply_terms import SupplyTerms, spot_offers, unshared_timeline
@@ -44,7 +44,7 @@ def played(algorithm: Algorithm, router: str, supply: str, staleness: int, seed:
     shape = JobShape(algorithm, 3, 3, 1, staleness_max=staleness)
     source = PromptSource(short_group, Difficulty(), seed)
     made = TrajectoryRouter(limit=5) if router == "paper" else Router("cost")
-    return play_job(shape, PROFILE, made, source, COSTS, Pool(lambda now_s: lines, terms))
+    return play_job(shape, PROFILE, made, source, COSTS, JobPool(lambda now_s: lines, terms))
 
 
 @pytest.mark.parametrize("router", ["cost", "paper"])

@@ -47,7 +47,7 @@ class JobShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class JobPool:
     """The borrowed devices of a job: what each lends, by the time at which rollouts begin, and on which terms."""
 
     lent_at: Callable[[float], Sequence[LentTimeline]] = lambda now_s: ()
@@ -144,7 +144,7 @@ class SampledGroups(Feed):
 
 
 def play_job(
-    shape: JobShape, profile: StepProfile, router: Router, source: PromptSource, costs: StepCosts, pool: Pool
+    shape: JobShape, profile: StepProfile, router: Router, source: PromptSource, costs: StepCosts, pool: JobPool
 ) -> JobResult:
     """Return what the job did; the same arguments with sources of the same seed give the same result."""
     if shape.algorithm == "asynchronous":
@@ -276,7 +276,7 @@ class AsynchronousCluster(BatchCluster):
 
 
 def _play_asynchronous(
-    shape: JobShape, profile: StepProfile, router: Router, source: PromptSource, costs: StepCosts, pool: Pool
+    shape: JobShape, profile: StepProfile, router: Router, source: PromptSource, costs: StepCosts, pool: JobPool
 ) -> JobResult:
     feed = AsynchronousFeed(source, shape)
     cluster = AsynchronousCluster(

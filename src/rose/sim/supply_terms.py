@@ -19,7 +19,7 @@ ACTIVATION_S = 5.0  # to load a rollout model from host memory; the paper's figu
 
 @dataclass(frozen=True, slots=True)
 class OfferTimes:
-    """When a device is on offer: from the start, and switched at every one of `switches_s`."""
+    """The times at which a device goes off and on offer; it is on offer at the start."""
 
     switches_s: tuple[float, ...] = ()
 

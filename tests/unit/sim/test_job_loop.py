@@ -11,7 +11,7 @@ import pytest
 from rose.core.router import Router
 from rose.engines.profiles import load_profile
 from rose.sim.batch_cluster import PlannedTrajectory, PlannedTurn
-from rose.sim.job_loop import Algorithm, JobResult, JobShape, Pool, play_job
+from rose.sim.job_loop import Algorithm, JobPool, JobResult, JobShape, play_job
 from rose.sim.prompt_difficulty import Difficulty, PromptSource
 from rose.sim.step_costs import StepCosts
 from rose.sim.supply_terms import ACTIVATION_S, unshared_timeline
@@ -36,7 +36,7 @@ def play(
     shape = JobShape(algorithm, 4, steps, 1, staleness_max=2)
     lines = (unshared_timeline(PROFILE),) * borrowed
     source = PromptSource(group_of, difficulty, 1)
-    return play_job(shape, PROFILE, Router("cost"), source, costs, Pool(lambda now_s: lines))
+    return play_job(shape, PROFILE, Router("cost"), source, costs, JobPool(lambda now_s: lines))
 
 
 def test_a_grpo_step_plays_what_it_trains_on() -> None:
@@ -64,7 +64,7 @@ def test_an_asynchronous_job_overlaps_training_with_rollouts() -> None:
 def test_without_staleness_an_asynchronous_job_waits_for_the_weights() -> None:
     shape = JobShape("asynchronous", 4, 3, 1, staleness_max=0)
     source = PromptSource(group_of, MIXED, 1)
-    result = play_job(shape, PROFILE, Router("cost"), source, COSTS, Pool())
+    result = play_job(shape, PROFILE, Router("cost"), source, COSTS, JobPool())
     assert all(step.staleness == 0 for step in result.steps)
     assert result.seconds >= sum(step.train_s + step.sync_s for step in result.steps)
 

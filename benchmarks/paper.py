@@ -4,8 +4,8 @@ Set-ups, workload and constants are in `reproduction/setups.py`, each stated onc
 is a ratio within a seed, with its mean and 95 % interval over three seeds. Nothing here was measured on a GPU. Both
 set-ups are played in part, the 8B one at half and the 32B one at a quarter of its size: trainers, workers and groups in
 the same proportion (`--whole` for all). A seed plays one step of GRPO, the first and the last of DAPO, and two steps of
-an asynchronous job after two that do not count. Without --data a seeded generator stands in
-for the recorded serving traffic, and `traffic` in the JSON says so.
+an asynchronous job after two that do not count; with --quick only GRPO. Without --data a seeded generator stands in for
+the recorded serving traffic, and `traffic` in the JSON says so.
 
     python benchmarks/paper.py --data FOLDER --json FILE       or set ROSE_DATA
 """
@@ -39,11 +39,12 @@ from scheduling.trajectories import Source
 from rose.sim.prompt_difficulty import PromptSource
 from rose.sim.routing_bound import alone_s, clairvoyant_s
 
-SEEDS, QUICK_SEEDS = 3, 2
-STEPS, QUICK_STEPS = 1, 1
-DEVICES, SPAN_S = 1, 150.0  # per seed and way of sharing; distinct ones, the others are the same at another time
-QUICK_DEVICES, QUICK_SPAN_S = 1, 90.0
+SEEDS = 3
+STEPS = 1
+SPAN_S = 150.0  # of one device per seed and way of sharing; the others are the same at another time
+QUICK_SPAN_S = 60.0
 ALLOCATION_MAX = 0.003
+ALGORITHMS = ("grpo", "dapo", "asynchronous")
 RECORDED = ("ROLL GRPO, fixed pool", "paper's rules 1.0 GRPO", "ours GRPO")  # played with recorded agents too
 TABLE = ("setup", "against", "paper_figure", "paper_rules", "paper_rules_low", "paper_rules_high", "ours", "ours_low",
          "ours_high", "ours_over_paper_rules", "longest_share", "over_bound")  # fmt: skip
@@ -58,29 +59,31 @@ def options() -> Any:
     parser.add_argument("--data", type=Path, default=Path(data) if data else None, help="folder of recorded data")
     parser.add_argument("--whole", action="store_true", help="play the set-ups at their full size")
     parser.add_argument("--setups", nargs="+", choices=["8b", "32b"], default=["8b", "32b"])
-    return parser.parse_args()
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="all, or grpo with --quick")
+    arguments = parser.parse_args()
+    arguments.algorithms = arguments.algorithms or list(ALGORITHMS[:1] if arguments.quick else ALGORITHMS)
+    return arguments
 
 
 def measure(setup: PaperSetup, trace: traffic.Trace, arguments: Any, recorded: Source | None = None) -> SetupRuns:
     """Play all competitors, or with recorded agents those of `RECORDED`."""
     is_quick, runs = arguments.quick, SetupRuns({}, {}, [], [])
-    steps, seeds = (QUICK_STEPS, QUICK_SEEDS) if is_quick else (STEPS, SEEDS)
-    played = [one for one in competitors.COMPETITORS if recorded is None or one.name in RECORDED]
-    steps = steps if recorded is None else 1
+    played = [one for one in competitors.COMPETITORS if one.algorithm in arguments.algorithms]
+    played = [one for one in played if recorded is None or one.name in RECORDED]
     rate = sharing.rate_of(setup, trace)
-    for seed in range(arguments.seed, arguments.seed + seeds):
-        shared = share_devices(setup, trace, rate, is_quick=is_quick, only=played if recorded else None, seed=seed)
+    for seed in range(arguments.seed, arguments.seed + SEEDS):
+        shared = share_devices(setup, trace, rate, is_quick=is_quick, played=played, seed=seed)
         for way, found in shared.items():
             runs.shared.setdefault(way, []).append(found)
         for competitor in played:
             begin_s = time.perf_counter()
-            figures = competitors.run(competitor, setup, shared, prompts_of(setup, recorded, seed), steps, seed)
+            figures = competitors.run(competitor, setup, shared, prompts_of(setup, recorded, seed), STEPS, seed)
             runs.jobs.setdefault(competitor.name, []).append(figures)
             seconds = time.perf_counter() - begin_s
             print(f"{setup.name}, seed {seed}, {competitor.name}: {figures.trained_per_s:.3f} trajectories/s, rollouts "
                   f"{figures.rollout_s:.0f} s ({seconds:.0f} s)", flush=True)  # fmt: skip
         source = prompts_of(setup, recorded, seed)
-        groups = [[source.group(step) for _ in range(setup.groups)] for step in range(steps)]
+        groups = [[source.group(step) for _ in range(setup.groups)] for step in range(STEPS)]
         batches = [[one for group in drawn for one in group.trajectories] for drawn in groups]
         lines = sharing.spread(shared["decode"].timelines, setup.borrowed)
         runs.longest_s.append(fmean(max(alone_s(setup.rollout, one.turns) for one in batch) for batch in batches))
@@ -90,12 +93,12 @@ def measure(setup: PaperSetup, trace: traffic.Trace, arguments: Any, recorded: S
 
 
 def share_devices(
-    setup: PaperSetup, trace: traffic.Trace, rate: float, *, is_quick: bool, only: list[Competitor] | None, seed: int
+    setup: PaperSetup, trace: traffic.Trace, rate: float, *, is_quick: bool, played: list[Competitor], seed: int
 ) -> dict[str, Shared]:
-    devices, span_s = (QUICK_DEVICES, QUICK_SPAN_S) if is_quick else (DEVICES, SPAN_S)
-    wanted = None if only is None else {competitor.supply for competitor in only}
-    ways = [way for way in sharing.WAYS if wanted is None or way in wanted]
-    return {way: sharing.share(setup, way, trace, rate, devices, span_s, seed) for way in ("alone", *ways)}
+    span_s = QUICK_SPAN_S if is_quick else SPAN_S
+    wanted = {competitor.supply for competitor in played}
+    ways = [way for way in sharing.WAYS if way in wanted]
+    return {way: sharing.share(setup, way, trace, rate, 1, span_s, seed) for way in ("alone", *ways)}
 
 
 def prompts_of(setup: PaperSetup, recorded: Source | None, seed: int) -> PromptSource:
@@ -149,10 +152,10 @@ def main() -> int:
     played = setups.SETUPS if arguments.whole else setups.shrunk_setups()
     for setup in [one for one in played if one.name in arguments.setups]:
         runs = measure(setup, trace, arguments)
-        cells += [cell_row(cell, setup.name, runs) for cell in CELLS]
+        cells += [cell_row(cell, setup.name, runs) for cell in CELLS if cell.names <= runs.jobs.keys()]
         shared += sharing_rows(setup.name, runs)
         jobs += job_rows(setup.name, runs)
-        if setup.name == "8b":
+        if setup.name == "8b" and not arguments.quick:
             name = f"{setup.name}, {agents.what}"
             runs = measure(setup, trace, arguments, agents)
             cells += [cell_row(CELLS[0], name, runs)]

@@ -38,6 +38,10 @@ class Cell:
     ours: str
     is_time: bool = False  # rollout seconds instead of throughput
 
+    @property
+    def names(self) -> set[str]:
+        return {self.competitor, self.paper, self.ours}
+
 
 CELLS = (
     Cell("ROLL GRPO", {"8b": 1.31, "32b": 1.46}, "ROLL GRPO, fixed pool", "paper's rules 1.0 GRPO", "ours GRPO"),

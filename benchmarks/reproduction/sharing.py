@@ -53,6 +53,8 @@ def share(setup: PaperSetup, way: str, trace: Trace, rate: float, devices: int, 
             device: SaturatedDevice = ReloadDevice(*inputs, lends=True, mode=mode, reload_s=setup.reload_s)
         else:
             device = SaturatedDevice(*inputs, lends=way != "alone", mode=mode)
+        if way != "decode":
+            device.admission.breaker = None  # ours
         timelines.append(device.run())
         for served in device.served:
             if served.arrival.at_s >= WARM_S:

@@ -44,7 +44,8 @@ def spot_offers(count: int, up_s: float, down_s: float, until_s: float, seed: in
     """Return when each of `count` spot instances is on offer; both durations are exponential with these means."""
     offers = []
     for number in range(count):
-        chance, now_s, switches = random.Random(f"spot {seed} {number}"), 0.0, []
+        chance, now_s = random.Random(f"spot {seed} {number}"), 0.0
+        switches: list[float] = []
         while now_s < until_s:
             now_s += chance.expovariate(1 / (down_s if len(switches) % 2 else up_s))
             switches.append(now_s)

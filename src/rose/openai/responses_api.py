@@ -113,7 +113,8 @@ def _messages_of(items: Sequence[InputItem]) -> list[ChatMessage]:
             case "function_call":
                 if not messages or messages[-1].role != "assistant":
                     messages.append(ChatMessage(role="assistant", content=""))
-                messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), _call(item, where)]
+                calls = messages[-1].tool_calls = messages[-1].tool_calls or []
+                calls.append(_call(item, where))
             case "function_call_output":
                 content = _parts(item.output, f"{where}.output")
                 messages.append(ChatMessage(role="tool", content=content, tool_call_id=item.call_id))

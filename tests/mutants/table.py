@@ -410,7 +410,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a row of the log has no bound",
         "gateway/turn_log.py",
-        " or len(self._entries) + len(data) > ROW_BYTES",
+        " or len(self._entries) + size > ROW_BYTES",
         "",
         ("unit/gateway/test_turn_log.py",),
     ),

@@ -114,11 +114,7 @@ def own_header(
     started = started_ticks(process_id)
     assert started is not None
     sizes = (step_tokens, sequences, kv_blocks, block_bytes, block_tokens)
-    number, is_lockstep = replica
-    boot = secrets.token_hex(8)
-    return SegmentHeader(
-        process_id, started, boot, engine, model, *sizes, *pool, replica=number, is_lockstep=is_lockstep
-    )
+    return SegmentHeader(process_id, started, secrets.token_hex(8), engine, model, *(*sizes, *pool, *replica))
 
 
 def started_ticks(process_id: int) -> int | None:

@@ -12,7 +12,7 @@ from tests.unit.rollout_world import LENDING
 from rose.api.worker_messages import Heartbeat, decode_to_gateway, encode
 from rose.core.stalls import BLOCKED_AFTER_S, ObservedStall
 from rose.engines.base import EngineFacts, Stepped, TokenEvent
-from rose.worker.heartbeats import GAP_STEPS_MAX, STATUS_S_MAX, HeartbeatBuilder, Rates
+from rose.worker.heartbeats import GAP_STEPS_MAX, STATUS_S_MAX, HeartbeatBuilder, LentShare, Rates
 
 FACTS = EngineFacts("0", 1, 0, 100, 10, 0, 16, 1, 4096)
 
@@ -115,3 +115,18 @@ def test_heartbeats_resolve_stalls_as_finely_as_the_device() -> None:
     assert seen.opened_s == 0.0
     seen.on_heartbeat(BLOCKED_AFTER_S, 1.01 + 2 * BLOCKED_AFTER_S)
     assert seen.opened_s == pytest.approx(1.01 + BLOCKED_AFTER_S)
+
+
+def test_the_lent_share_is_smoothed_and_survives_a_counter_that_begins_anew() -> None:
+    lent = LentShare()
+    lent.observe(0.0, 0.0)
+    assert lent.share is None
+    lent.observe(0.5, 1.0)
+    assert lent.share == 0.5
+    lent.observe(0.5, 6.0)
+    assert lent.share == 0.0  # nothing for as long as it is smoothed over
+    lent.observe(0.1, 7.0)  # another engine
+    lent.observe(0.1, 7.01)  # too soon for a rate
+    assert lent.share == 0.0
+    lent.observe(2.0, 8.0)
+    assert lent.share is not None and 0.0 < lent.share <= 1.0

@@ -1,4 +1,4 @@
-"""Mutants of the control routes of trainers, and of the process that reads their folders."""
+"""Mutants of the control routes of trainers and operators, and of the process that reads trainers' folders."""
 
 from __future__ import annotations
 
@@ -53,5 +53,26 @@ CONTROL_MUTANTS: tuple[Mutant, ...] = (
         "        environment = without_secrets(os.environ)",
         "        environment = dict(os.environ)",
         ("unit/gateway/test_publisher_process.py",),
+    ),
+    Mutant(
+        "a trainer may order the owner's devices",
+        "gateway/gateway_service.py",
+        'OWNERS: tuple[Role, ...] = ("operator",)',
+        'OWNERS: tuple[Role, ...] = ("operator", "trainer")',
+        ("unit/gateway/test_fleet_routes.py",),
+    ),
+    Mutant(
+        "pages of other sites may call the live page's routes",
+        "gateway/gateway_service.py",
+        "        if callers is not None:",
+        "        if False:",
+        ("unit/gateway/test_fleet_routes.py",),
+    ),
+    Mutant(
+        "an operator's order is not noted in the ledger",
+        "gateway/fleet_controls.py",
+        "        self._ledger.set_orders(msgspec.msgpack.encode(self.stored))\n",
+        "",
+        ("unit/gateway/test_fleet_controls.py", "unit/gateway/test_fleet_routes.py"),
     ),
 )

@@ -25,27 +25,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
-        "a trainer may order the owner's devices",
-        "gateway/gateway_service.py",
-        'OWNERS: tuple[Role, ...] = ("operator",)',
-        'OWNERS: tuple[Role, ...] = ("operator", "trainer")',
-        ("unit/gateway/test_fleet_routes.py",),
-    ),
-    Mutant(
-        "pages of other sites may call the live page's routes",
-        "gateway/gateway_service.py",
-        "        if callers is not None:",
-        "        if False:",
-        ("unit/gateway/test_fleet_routes.py",),
-    ),
-    Mutant(
-        "an operator's order is not noted in the ledger",
-        "gateway/fleet_controls.py",
-        "        self._ledger.set_orders(msgspec.msgpack.encode(self.stored))\n",
-        "",
-        ("unit/gateway/test_fleet_controls.py", "unit/gateway/test_fleet_routes.py"),
-    ),
-    Mutant(
         "a process of any user may join a KV pool",
         "device/kv_pool/exchange.py",
         "    if uid != os.geteuid():",

@@ -11,7 +11,7 @@ import pytest
 from rose.errors import ConfigError
 from rose.gateway.auth import VARIABLES
 from rose.sglang.plugin import ROLE_VARIABLE
-from rose.sglang.sglang_process import kv_tokens, sglang_command, sglang_environment
+from rose.sglang.sglang_process import SglangProcess, kv_tokens, sglang_command, sglang_environment
 from rose.vllm.control_segment import ENGINE_FOLDER_VARIABLE
 from rose.vllm.engine_process import RolloutEngineSettings
 
@@ -60,3 +60,8 @@ def test_the_engine_gets_its_role_and_no_secret(model: Path, monkeypatch: pytest
     assert (own["OMP_NUM_THREADS"], own["SGLANG_USE_CPU_ENGINE"]) == ("2", "1")
     assert "secret" not in own.values()
     assert sglang_environment(RolloutEngineSettings(model, "cuda:1"), Path("/a"))["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_a_group_of_gpus_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="one rank, and cuda:0-1 is for 2"):
+        SglangProcess(RolloutEngineSettings(model, "cuda:0-1"))

@@ -11,7 +11,7 @@ with sixteen over the time with one, whose workers are all in one pool.
 
 With `--devices N` only the virtual part runs, for 10 trajectories per device, and once more with a shard that is killed
 in the middle of the step and started again. Its devices are coarse (`rose.sim.simulated_handle.CoarseDevice`): a token
-takes 32 times as long, and up to 32 steps are one event. No device and no turn is left out.
+takes 4 times as long, and up to 4 steps are one event. No device and no turn is left out.
 
     python benchmarks/shards.py --json FILE [--quick | --devices 10000]
 """
@@ -48,7 +48,7 @@ from rose.sim.world import SETTLE_S, simulate
 MODEL = "frozenlake-1m"
 GROUP, TURNS, ANSWER_TOKENS, PROMPT_TOKENS, VOCABULARY = 2, 4, 16, 64, 100
 SPEEDUP_MIN, COMPLETION_MAX = 1.8, 1.05
-KILLED, KILLED_S, AWAY_S = 3, 30.0, 5.0  # which shard dies, when, and for how long
+KILLED, KILLED_S, AWAY_S = 3, 5.0, 2.0  # which shard dies, when, and for how long
 COLUMNS = (
     "case", "shards", "devices", "trajectories", "turns", "turns_s", "turns_s_capacity", "gateway_cpu_ms_per_turn",
     "busiest_share", "completion_s", "completion_ratio", "moved", "restarts", "cpu_s",
@@ -157,8 +157,8 @@ async def play(client: ShardedGatewayClient, group: str, member: int, seed: int)
 def of_many_devices(arguments: argparse.Namespace, begun: dict[str, Any]) -> int:
     devices = arguments.devices
     step = dataclasses.replace(
-        one_step(arguments), dedicated=devices, groups=10 * devices // 8, turns_max=2, tokens_max=8, coarseness=32,
-        begun_at_once=max(1, devices // 10), beat_s=10.0, lease_s=40.0, max_concurrency=8,
+        one_step(arguments), dedicated=devices, groups=10 * devices // 8, turns_max=2, tokens_max=32, coarseness=4,
+        begun_at_once=max(1, devices // 10), beat_s=5.0, lease_s=20.0, max_concurrency=8,
     )  # fmt: skip
     hosts = {"virtual": SimulatedGateway, "16 shards": ManyDevices, "16 shards, one killed": OneKilled}
     with ProcessPoolExecutor(max_workers=2) as processes:  # some gigabytes each

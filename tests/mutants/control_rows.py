@@ -75,4 +75,11 @@ CONTROL_MUTANTS: tuple[Mutant, ...] = (
         "",
         ("unit/gateway/test_fleet_controls.py", "unit/gateway/test_fleet_routes.py"),
     ),
+    Mutant(
+        "short frames of a WebSocket are parsed all at once",
+        "openai/connections.py",
+        "if self._payload_parser is None or not (self._unparsed or len(data) > PARSED_BYTES_AT_ONCE):",
+        "if True:",
+        ("unit/openai/test_connections.py",),
+    ),
 )

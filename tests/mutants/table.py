@@ -348,13 +348,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("unit/openai/test_access.py",),
     ),
     Mutant(
-        "short frames of a WebSocket are parsed all at once",
-        "openai/connections.py",
-        "if self._payload_parser is None or not (self._unparsed or len(data) > PARSED_BYTES_AT_ONCE):",
-        "if True:",
-        ("unit/openai/test_connections.py",),
-    ),
-    Mutant(
         "users choose their own priority",
         "openai/http_context.py",
         "return wanted or 0 if self.settings.obey_priority else 0",

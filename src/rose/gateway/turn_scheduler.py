@@ -383,6 +383,7 @@ class Scheduler:
         worker = turn.worker
         assert worker is not None
         worker.send(CancelTurn(turn.attempt_id))
+        self._update_pacer([turn], now_s)
         self._put_back(turn, "evicted", now_s)
         self._dismiss_drained(worker)
 

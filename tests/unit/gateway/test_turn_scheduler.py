@@ -228,6 +228,23 @@ def test_only_paced_turns_need_the_clock() -> None:
     assert world.scheduler.waiting < before
 
 
+def test_reclaimed_turns_are_placed_at_the_pace_of_the_other_workers() -> None:
+    """Turns that stalled were placed at two a second, however many workers had nothing to do."""
+    world = World(waiting_max=1000)
+    stalled = world.join("a", max_concurrency=200, kv_tokens=100_000)
+    for number in range(200):
+        world.submit(f"t{number}")
+    for number in range(50):
+        world.join(f"b{number}", max_concurrency=20, kv_tokens=100_000)
+    world.scheduler.close_worker(stalled, 60.0, "it does not advance its turns")
+    for attempt_id in sorted(stalled.placement.attempt_ids):
+        world.scheduler.reclaim(world.scheduler._placed[attempt_id], 0.0)
+    world.scheduler.place(0.0)
+    assert (wanted_s := world.scheduler.next_s()) is not None and wanted_s < 0.1, "no message announces it"
+    world.scheduler.place(1.0)
+    assert world.scheduler.waiting == 0
+
+
 def test_the_queue_is_bounded_and_waiting_ends() -> None:
     world = World(waiting_max=2)
     readers = [world.submit("1"), world.submit("2")]

@@ -7,9 +7,8 @@ would alone. Requests without a slot wait, and the last of them miss their first
 traffic itself: for each of some thresholds, `SlotThresholds` follows how many requests would be here if rollouts ran
 whenever it allows. Each arrival adds one request, with an answer as long as those of late. Up to the threshold its
 tokens come as slowly as budgets allow, above it as fast as serving makes them beside so many requests. An arrival that
-would not have found a slot in time counts against the threshold, unless it would not have found one alone either or
-no more requests were without a slot than alone. An engine may have spare slots: one counts for each request that would
-have ended by now without lending. They are for bursts, so no threshold is above the slots without them. The
+would not have found a slot in time counts against the threshold, unless it would not have found one alone either. An
+engine may have spare slots: one counts for each request that would have ended by now without lending. The
 largest threshold that hardly any arrival counts against is used. It says nothing of a burst that comes when more
 requests are here than at the bursts before it. So beside more requests than serving alone would have, lending also
 leaves room for the largest burst of late: the most by which their number rises within a TTFT budget.
@@ -107,18 +106,18 @@ class SlotThresholds:
         self.pace_s = 0.0  # that lending may make a request's token take
         self._steps_s: Sequence[float] = ()  # that a token takes beside so many requests; none if it is not known
         self._most = slots + spare
-        # Thresholds are closer to each other where they are small. Spare slots are for bursts: lending fills none.
-        thresholds = {round(slots * (step / THRESHOLDS) ** 1.5) for step in range(THRESHOLDS + 1)}
+        # Thresholds are closer to each other where they are small.
+        thresholds = {round(self._most * (step / THRESHOLDS) ** 1.5) for step in range(THRESHOLDS + 1)}
         self._loads = [_HypotheticalLoad(threshold) for threshold in sorted(thresholds)]
         self._waiting: deque[tuple[float, list[int]]] = deque()  # until when so many must have ended
         self._missed: deque[list[int]] = deque(maxlen=ARRIVALS_KEPT // BLOCK_ARRIVALS)
         self._arrivals: deque[int] = deque(maxlen=ARRIVALS_KEPT // BLOCK_ARRIVALS)
         self._alone, self._rises = _Level(), RecentValues(0, ARRIVALS_KEPT)  # requests that serving alone has here
-        self.best = slots
+        self.best = self._most
 
     def set_steps(self, step_s: Callable[[int], float]) -> None:
         """Set what a token takes beside so many requests: known at the thresholds, interpolated in between."""
-        known = sorted({*(load.threshold for load in self._loads), self._most})
+        known = [load.threshold for load in self._loads]
         self._steps_s = np.interp(range(self._most + 1), known, [step_s(count) for count in known]).tolist()
 
     def limit(self, now_s: float) -> int:
@@ -150,11 +149,8 @@ class SlotThresholds:
             load.add(tokens)
         self._alone.change(1, at_s)
         self._rises.observe(min(self._most, self._alone.rise(at_s - window_s)))
-        alone, *others = [(load.ended, self._too_many(load)) for load in self._loads]
-        if any(without > alone[1] for _, without in others):
-            # As many without a slot as alone find one as soon: that threshold has cost them nothing.
-            needed = [ended + without if without > alone[1] else 0 for ended, without in others]
-            self._waiting.append((at_s + wait_s, [sum(alone), *needed]))
+        if self._loads[-1].here > self.slots:
+            self._waiting.append((at_s + wait_s, [load.ended + self._too_many(load) for load in self._loads]))
 
     def _advance(self, now_s: float) -> None:
         for load in self._loads:

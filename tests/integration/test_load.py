@@ -133,4 +133,4 @@ def test_an_empty_trace_and_a_server_that_is_not_there_are_told(tmp_path):
 )
 def test_a_flag_that_makes_no_sense_is_refused(flag, value):
     ended = load("poisson:rate=2", "--url", "http://127.0.0.1:9", flag, value)
-    assert ended.returncode == 2 and f"argument {flag}" in ended.stderr
+    assert ended.returncode == 2 and f"{flag} `{value}` is not" in ended.stderr

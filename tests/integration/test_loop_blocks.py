@@ -24,6 +24,7 @@ from tests.fuzz.heartbeat import Heartbeat
 from tests.fuzz.worst import Worst, worst_bodies
 from tests.unit.rollout_world import LENDING, TOKENS, LoopEngine
 
+from rose.api.fleet_orders import OrderBody
 from rose.api.worker_messages import CONNECT_PATH
 from rose.config.server_settings import ControlSettings, FrontSettings, GatewaySettings
 from rose.device import engine_messages
@@ -57,6 +58,7 @@ GATEWAY_ROUTES: dict[str, Any] = {path: kind for path, kind in DEVICE_ROUTES.ite
     "/v1/trajectories": trainer_routes.BeginBody,
     "/v1/trajectories/t/finish": trainer_routes.FinishBody,
     "/v1/versions": trainer_routes.PublishBody,
+    "/v1/pool/orders": OrderBody,
     "/update_weights": vllm_control_routes.UpdateBody,
     "/areal_update_weights": vllm_control_routes.FolderBody,
     "/init_weight_transfer_engine": vllm_control_routes.InitBody,
@@ -262,7 +264,7 @@ def test_no_body_blocks_the_loop_of_a_device(device: Served, path: str) -> None:
 
 @pytest.mark.parametrize("path", GATEWAY_ROUTES)
 def test_no_body_blocks_the_loop_of_the_gateway(gateway: Served, path: str) -> None:
-    check(gateway, path, GATEWAY_ROUTES[path], TOKENS.trainer)
+    check(gateway, path, GATEWAY_ROUTES[path], TOKENS.operator if path == "/v1/pool/orders" else TOKENS.trainer)
 
 
 @pytest.mark.parametrize("what", FRAMES)

@@ -374,7 +374,7 @@ async def _trouble(config: Any, client: RoseClient) -> None:
 
 async def running(client: RoseClient) -> bool:
     turns = client._turns
-    return turns is not None and bool(turns._playing) and bool((await turns._client.pool())["running_turns"])
+    return turns is not None and not turns._not_open and bool((await turns._client.pool())["running_turns"])
 
 
 def batch_of(name: str, prompts: int) -> TensorDict:

@@ -147,7 +147,7 @@ while kill -0 "$trainer" 2>/dev/null; do
     look
     sleep 0.2
 done
-wait "$trainer" || { cat "$folder"/*.log >&2; exit 1; }
+wait "$trainer" || { sleep 1; cat "$folder"/*.log >&2; exit 1; } # after Ctrl-C the gateway may end before the trainer, and this shell is told last
 
 echo "the link carried: $(carried rx) bytes to the serving cluster, $(carried tx) from it"
 kill -TERM "$users" && wait "$users" || true # it prints what users got

@@ -1,7 +1,7 @@
 """SVG plots, written by hand: panels with axes, and lines, dots, areas, bars and blocks inside them.
 
 A plot loads nothing from elsewhere. `STYLE` has the classes of the frame, in light and dark by the reader's own
-setting. The class of a mark names its kind, and whoever draws gives each kind a `color`; plain CSS, because not every
+setting. The class of a mark names its kind, and the caller gives each kind a `color`; plain CSS, because not every
 viewer of SVG knows variables.
 """
 
